@@ -1,0 +1,287 @@
+"""Clusters as data: one kind of device, and the links between ranks by level of the hierarchy.
+
+Ranks are numbered row-major over the mesh, so the innermost mesh axes lie inside a host. A cluster is written in TOML:
+see `presets/`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from stpart_compiler.cost_models.toml_table import Table, read_toml
+from stpart_compiler.ir.mesh import Mesh
+
+Curve = tuple[tuple[float, float], ...]
+
+_GENERIC = {"cpu": "cpu-gloo", "cuda": "gpu-generic"}
+_FALLBACK_DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's device.
+
+    `peak_flops`: FLOP/s by dtype name ("float32"). `memory`: bytes. `memory_bandwidth`: bytes/s, read plus written.
+    `launch_overhead`: seconds per op. `matmul_efficiency`: points (FLOPs of one call, share of the peak), ascending.
+
+    Raises:
+        ValueError: a quantity is not positive, or a point of the curve makes more FLOPs cheaper than fewer.
+    """
+
+    name: str
+    type: str
+    peak_flops: tuple[tuple[str, float], ...]
+    memory: int
+    memory_bandwidth: float
+    launch_overhead: float = 0.0
+    matmul_efficiency: Curve = ((1.0, 1.0),)
+
+    def __post_init__(self) -> None:
+        if self.type not in _GENERIC:
+            raise ValueError(f"device {self.name!r}: type {self.type!r} is unknown; use one of {', '.join(_GENERIC)}")
+        if not self.peak_flops:
+            raise ValueError(f"device {self.name!r}: peak_flops is empty; give FLOP/s for at least one dtype")
+        for dtype, rate in self.peak_flops:
+            _check_dtype(self.name, dtype)
+            _check_positive(f"device {self.name!r}: peak_flops.{dtype}", rate)
+        _check_positive(f"device {self.name!r}: memory", self.memory)
+        _check_positive(f"device {self.name!r}: memory_bandwidth", self.memory_bandwidth)
+        if not (math.isfinite(self.launch_overhead) and self.launch_overhead >= 0):
+            raise ValueError(f"device {self.name!r}: launch_overhead is {self.launch_overhead}; expected seconds >= 0")
+        _check_curve(self.name, self.matmul_efficiency)
+
+    @cached_property
+    def _peaks(self) -> dict[torch.dtype, float]:
+        return {getattr(torch, name): rate for name, rate in self.peak_flops}
+
+    @cached_property
+    def _fallback_peak(self) -> float:
+        rates = dict(self.peak_flops)
+        return next((rates[name] for name in _FALLBACK_DTYPES if name in rates), min(rates.values()))
+
+    @cached_property
+    def _log_curve(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        sizes, shares = zip(*self.matmul_efficiency, strict=True)
+        return tuple(map(math.log, sizes)), tuple(map(math.log, shares))
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Peak FLOP/s in `dtype`; a dtype that is not listed runs at the rate of float32 or of the next best listed."""
+        return self._peaks.get(dtype, self._fallback_peak)
+
+    def efficiency(self, flops: float) -> float:
+        """Share of the peak that a matmul of `flops` reaches: log-log interpolation, constant beyond the ends."""
+        xs, ys = self._log_curve
+        x = math.log(flops) if flops > 1 else 0.0
+        if x <= xs[0]:
+            return self.matmul_efficiency[0][1]
+        if x >= xs[-1]:
+            return self.matmul_efficiency[-1][1]
+        i = bisect_right(xs, x)
+        return math.exp(ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1]))
+
+    def matmul_seconds(self, flops: float, dtype: torch.dtype) -> float:
+        """Seconds that `flops` of one matmul-like call take, without launch and memory traffic."""
+        return flops / (self.peak(dtype) * self.efficiency(flops)) if flops > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one rank has towards others: `latency` in seconds a message, `bandwidth` in bytes/s each direction.
+
+    Not `full_duplex`: both directions share the bandwidth.
+
+    Raises:
+        ValueError: the bandwidth is not positive or the latency negative.
+    """
+
+    latency: float
+    bandwidth: float
+    full_duplex: bool = True
+
+    def __post_init__(self) -> None:
+        _check_positive("link: bandwidth", self.bandwidth)
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise ValueError(f"link: latency is {self.latency}; expected seconds >= 0")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices and their links: `levels` from innermost outwards, each (ranks joined, link).
+
+    Ranks i and j are joined by the first level with i // ranks == j // ranks. `ranks` None: any number (outermost).
+
+    Raises:
+        ValueError: there is no level, or a level does not hold a whole number of groups of the level inside it.
+    """
+
+    name: str
+    device: Device
+    levels: tuple[tuple[int | None, Link], ...]
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise ValueError(f"cluster {self.name!r}: no links; give at least one level")
+        for ranks, _ in self.levels[:-1]:
+            if ranks is None:
+                raise ValueError(f"cluster {self.name!r}: only the outermost level may join any number of ranks")
+        sizes = [ranks for ranks, _ in self.levels if ranks is not None]
+        if any(size < 1 for size in sizes) or any(outer % inner for inner, outer in pairwise(sizes)):
+            raise ValueError(f"cluster {self.name!r}: levels join {sizes} ranks; each must be a multiple of the last")
+
+    @property
+    def max_ranks(self) -> int | None:
+        """Ranks that the outermost level joins; None: any number."""
+        return self.levels[-1][0]
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raises:
+        ValueError: the mesh has more ranks than the cluster.
+        """
+        if self.max_ranks is not None and mesh.world_size > self.max_ranks:
+            raise ValueError(
+                f"cluster {self.name!r} joins {self.max_ranks} ranks, but mesh {mesh} has {mesh.world_size}; "
+                "use a smaller mesh, or a cluster file with a further level of links"
+            )
+
+    def link_for(self, axes: Iterable[str], mesh: Mesh) -> Link:
+        """Slowest link between ranks that differ in `axes` alone; without axes the innermost one.
+
+        Raises:
+            ValueError: an axis is not in the mesh, or the mesh has more ranks than the cluster.
+        """
+        return _link_for(self, frozenset(axes), mesh)
+
+
+@lru_cache(maxsize=4096)
+def _link_for(cluster: Cluster, axes: frozenset[str], mesh: Mesh) -> Link:
+    cluster.check_mesh(mesh)
+    unknown = sorted(axes - set(mesh.axes))
+    if unknown:
+        raise ValueError(f"link: no axis {unknown[0]!r} in mesh {mesh}; its axes are {', '.join(mesh.axes)}")
+    last = {axis: mesh.size[axis] - 1 for axis in axes}
+    first = [coords for coords in mesh.coords if all(coords[axis] == 0 for axis in axes)]
+    # Row-major numbers: if the first and the last rank of a group share a block, so do all between them.
+    spans = [(mesh.rank(coords), mesh.rank({**coords, **last})) for coords in first]
+    crossed = 0
+    while not _joins(cluster.levels[crossed][0], spans):
+        crossed += 1
+    return min((link for _, link in cluster.levels[: crossed + 1]), key=lambda link: (link.bandwidth, -link.latency))
+
+
+def _joins(ranks: int | None, spans: list[tuple[int, int]]) -> bool:
+    return ranks is None or all(low // ranks == high // ranks for low, high in spans)
+
+
+def presets() -> tuple[str, ...]:
+    """Names of the clusters that come with the package, sorted."""
+    files = resources.files("stpart_compiler.cost_models").joinpath("presets").iterdir()
+    return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
+
+
+def load_cluster(spec: str | Path | Cluster | None, device_type: str = "cpu") -> Cluster:
+    """Cluster from a preset's name, the path of a TOML file, or None: the generic preset of `device_type`.
+
+    Raises:
+        ValueError: unknown preset or device type; a file that is missing or malformed (names file, key, expected type).
+    """
+    if isinstance(spec, Cluster):
+        return spec
+    if spec is None:
+        if device_type not in _GENERIC:
+            known = ", ".join(_GENERIC)
+            raise ValueError(f"cluster: no generic preset for device type {device_type!r}, only {known}; name one")
+        spec = _GENERIC[device_type]
+    if isinstance(spec, Path) or spec.endswith(".toml") or "/" in spec:
+        return _load_file(Path(spec))
+    return _load_preset(spec)
+
+
+@lru_cache(maxsize=64)
+def _load_preset(name: str) -> Cluster:
+    if name not in presets():
+        raise ValueError(
+            f"cluster: no preset {name!r}; presets are {', '.join(presets())}; "
+            "for your own cluster give the path of a .toml file"
+        )
+    file = resources.files("stpart_compiler.cost_models").joinpath("presets", f"{name}.toml")
+    return parse_cluster(file.read_text(encoding="utf-8"), f"preset {name}")
+
+
+def _load_file(path: Path) -> Cluster:
+    if not path.is_file():
+        known = ", ".join(presets())
+        raise ValueError(f"cluster: no file {str(path)!r}; give an existing .toml file, or a preset: {known}")
+    return parse_cluster(path.read_text(encoding="utf-8"), str(path))
+
+
+def parse_cluster(text: str, source: str) -> Cluster:
+    """Cluster from TOML text; `source` names it in messages.
+
+    Raises:
+        ValueError: no valid TOML, or a key is missing, unknown, or of another type than expected.
+    """
+    root = read_toml(text, source)
+    device = root.table("device")
+    levels = tuple((level.optional_integer("ranks"), _link(level)) for level in root.tables("links"))
+    try:
+        cluster = Cluster(root.string("name"), _device(device), levels)
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
+    root.check_no_more()
+    return cluster
+
+
+def _device(table: Table) -> Device:
+    device = Device(
+        name=table.string("name"),
+        type=table.string("type"),
+        peak_flops=table.table("peak_flops").numbers(),
+        memory=table.nbytes("memory"),
+        memory_bandwidth=table.number("memory_bandwidth"),
+        launch_overhead=table.number("launch_overhead"),
+        matmul_efficiency=table.points("matmul_efficiency"),
+    )
+    table.check_no_more()
+    return device
+
+
+def _link(table: Table) -> Link:
+    values = table.number("latency"), table.number("bandwidth"), table.boolean("full_duplex")
+    table.check_no_more()
+    try:
+        return Link(*values)
+    except ValueError as error:
+        raise ValueError(f"{table.where()}: {error}") from None
+
+
+def _check_positive(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{what} is {value}; expected a positive number")
+
+
+def _check_dtype(device: str, dtype: str) -> None:
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"device {device!r}: peak_flops.{dtype} is no torch dtype; write it like 'bfloat16'")
+
+
+def _check_curve(device: str, curve: Curve) -> None:
+    where = f"device {device!r}: matmul_efficiency"
+    if not curve:
+        raise ValueError(f"{where} is empty; give at least one [FLOPs, efficiency]")
+    for size, share in curve:
+        if not (math.isfinite(size) and size >= 1 and 0 < share <= 1):
+            raise ValueError(f"{where} has [{size}, {share}]; expected FLOPs >= 1 and an efficiency in (0, 1]")
+    for (size, share), (next_size, next_share) in pairwise(curve):
+        if next_size <= size:
+            raise ValueError(f"{where}: FLOPs must ascend, got {next_size} after {size}")
+        if next_share * size > share * next_size:
+            raise ValueError(f"{where}: from {size} to {next_size} FLOPs the time would fall; lower {next_share}")

@@ -1,0 +1,99 @@
+"""Time of transfers between ranks: latency per message and bytes over the link, ring algorithms for collectives.
+
+In every collective a rank sends as much as it receives. On a full-duplex link the two overlap; on another they add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from stpart_compiler.cost_models.cluster import Cluster, Link
+from stpart_compiler.ir.mesh import Mesh
+
+# Bytes that one rank sends (and receives), as a share of the whole tensor, and the messages it takes, among n ranks.
+_TRAFFIC: dict[str, Callable[[int], tuple[float, int]]] = {
+    "all_reduce": lambda n: (2 * (n - 1) / n, 2 * (n - 1)),
+    "all_gather": lambda n: ((n - 1) / n, n - 1),
+    "reduce_scatter": lambda n: ((n - 1) / n, n - 1),
+    "all_to_all": lambda n: ((n - 1) / n, n - 1),
+    "exchange": lambda n: (1.0, 1),
+}
+COLLECTIVES = tuple(_TRAFFIC)
+
+
+def p2p_seconds(nbytes: float, link: Link, messages: int = 1) -> float:
+    """Seconds to move `nbytes` in one direction as `messages` messages; nothing goes the other way meanwhile."""
+    return messages * link.latency + nbytes / link.bandwidth if messages else 0.0
+
+
+def exchange_seconds(nbytes: float, link: Link, messages: int = 1) -> float:
+    """Seconds in which a rank sends and receives `nbytes` each, in `messages` messages each way."""
+    return p2p_seconds(nbytes if link.full_duplex else 2 * nbytes, link, messages)
+
+
+def collective_seconds(kind: str, nbytes: float, group_size: int, link: Link) -> float:
+    """Seconds of a collective among `group_size` ranks.
+
+    `nbytes`: what one rank holds of the reduced tensor (all_reduce), of the gathered result (all_gather), of the input
+    (reduce_scatter, all_to_all), or sends and receives (exchange). A group of one costs nothing.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    if kind not in _TRAFFIC:
+        raise ValueError(f"collective {kind!r} is unknown; use one of {', '.join(COLLECTIVES)}")
+    if group_size <= 1:
+        return 0.0
+    share, messages = _TRAFFIC[kind](group_size)
+    return exchange_seconds(nbytes * share, link, messages)
+
+
+def temporal_seconds(step_compute: float, step_bytes: float, steps: int, link: Link, messages: int = 1) -> float:
+    """Seconds of a temporal loop: each step computes while the next step's blocks travel; the last one only computes.
+
+    `step_compute`: seconds a step. `step_bytes`: bytes that a rank sends, and receives, between two steps, in
+    `messages` messages each way (one per moving tensor).
+    """
+    transfer = exchange_seconds(step_bytes, link, messages) if step_bytes else 0.0
+    return (steps - 1) * max(step_compute, transfer) + step_compute
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """Seconds of a communication on a mesh of a cluster, from the traffic of its busiest rank.
+
+    Raises:
+        ValueError: the mesh has more ranks than the cluster.
+    """
+
+    cluster: Cluster
+    mesh: Mesh
+    _links: dict[tuple[str, ...], Link] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.cluster.check_mesh(self.mesh)
+
+    def link(self, axes: tuple[str, ...]) -> Link:
+        """Slowest link that the axes cross."""
+        link = self._links.get(axes)
+        if link is None:
+            link = self._links[axes] = self.cluster.link_for(axes, self.mesh)
+        return link
+
+    def __call__(self, kind: str, group_size: int, nbytes: float, axes: tuple[str, ...], messages: int) -> float:
+        """Seconds of a communication of `kind` among `group_size` ranks that differ in `axes`.
+
+        `nbytes`: what goes over the wire at the busiest rank, the larger of sent and received (not the tensor's size:
+        an all-reduce of X bytes among n is 2 X (n-1)/n). `messages`: how many it sends or receives one after another.
+        "p2p" goes one way; in every other kind a rank sends and receives.
+
+        Raises:
+            ValueError: unknown kind or axis.
+        """
+        if kind != "p2p" and kind not in _TRAFFIC:
+            raise ValueError(f"communication {kind!r} is unknown; use one of p2p, {', '.join(COLLECTIVES)}")
+        if group_size <= 1:
+            return 0.0
+        seconds = p2p_seconds if kind == "p2p" else exchange_seconds
+        return seconds(nbytes, self.link(axes), messages)

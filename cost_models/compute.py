@@ -1,0 +1,130 @@
+"""Time of one op on one rank: the larger of arithmetic and memory traffic, plus the launch.
+
+Fast enough for every op of every strategy: plain floats, no tensors, nothing is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+
+from stpart_compiler.cost_models.cluster import Cluster
+
+Shape = Sequence[int]
+Count = Callable[[Sequence[Shape], Sequence[Shape]], float]  # operands' shapes, results' shapes -> FLOPs
+
+
+class TensorInfo(Protocol):
+    """What the model needs to know of an operand or result."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class Call(Protocol):
+    """An op call as the rules see it: target, tensor operands, and results (None: no tensor)."""
+
+    @property
+    def target(self) -> Any: ...
+    @property
+    def operands(self) -> Sequence[TensorInfo]: ...
+    @property
+    def results(self) -> Sequence[TensorInfo | None]: ...
+
+
+def _product_flops(left: int, right: int) -> Count:
+    """FLOPs of a matrix product of operands `left` and `right`: each pair of their elements that meets, twice."""
+
+    def count(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
+        columns = ins[right][-1] if len(ins[right]) > 1 else 1
+        return 2.0 * math.prod(ins[left]) * columns
+
+    return count
+
+
+def _linear_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
+    return 2.0 * math.prod(ins[0]) * math.prod(ins[1][:-1])
+
+
+def _convolution_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
+    return 2.0 * math.prod(outs[0]) * math.prod(ins[1][1:])
+
+
+def _attention_flops(query: int, qk_products: int, av_products: int) -> Count:
+    """FLOPs of attention on [batch, heads, sequence, dim] operands, `query` being the position of Q, before K and V.
+
+    Masked blocks are counted in full: only some kernels skip them.
+    """
+
+    def count(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
+        *heads, rows, dim = ins[query]
+        columns, value_dim = ins[query + 1][-2], ins[query + 2][-1]
+        return 2.0 * math.prod(heads) * rows * columns * (qk_products * dim + av_products * value_dim)
+
+    return count
+
+
+_FLOPS: dict[str, Count] = {
+    **{name: _product_flops(0, 1) for name in ("mm", "bmm", "mv", "dot")},
+    **{name: _product_flops(1, 2) for name in ("addmm", "baddbmm", "addbmm", "addmv")},
+    "linear": _linear_flops,
+    "convolution": _convolution_flops,
+}
+# Backward recomputes QK^T, then makes dQ and dK from the scores, and dV and the scores' gradient from the values.
+for _kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
+    _FLOPS[f"_scaled_dot_product_{_kind}"] = _attention_flops(0, 1, 1)
+    _FLOPS[f"_scaled_dot_product_{_kind}_backward"] = _attention_flops(1, 3, 2)
+_FLOPS["scaled_dot_product_attention"] = _attention_flops(0, 1, 1)
+
+_VIEWS = frozenset({"_unsafe_view", "reshape", "getitem", "lift_fresh", "lift_fresh_copy"})
+# Of these ops' first operand (a table) only the rows that are looked up are read.
+_LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
+
+
+@lru_cache(maxsize=4096)
+def _name(target: Any) -> str:
+    packet = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", packet))
+
+
+@lru_cache(maxsize=4096)
+def is_view(target: Any) -> bool:
+    """Whether the op only looks at its operand in another way: it moves no bytes and launches nothing."""
+    return bool(getattr(target, "is_view", False)) or _name(target) in _VIEWS
+
+
+def flops(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> float:
+    """FLOPs of a matmul-like op (matrix products, convolution, attention) on blocks; 0 for any other op.
+
+    `in_shapes`: per tensor operand; `out_shapes`: per tensor result.
+    """
+    count = _FLOPS.get(_name(call.target))
+    return count(in_shapes, out_shapes) if count else 0.0
+
+
+def moved_bytes(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> float:
+    """Bytes that the op reads and writes, each operand and result once; 0 for views."""
+    if is_view(call.target):
+        return 0.0
+    results = [result for result in call.results if result is not None]
+    written = sum(math.prod(shape) * result.dtype.itemsize for result, shape in zip(results, out_shapes, strict=True))
+    read = [math.prod(shape) * info.dtype.itemsize for info, shape in zip(call.operands, in_shapes, strict=True)]
+    if read and _name(call.target) in _LOOKUPS:
+        read[0] = min(read[0], written)
+    return float(sum(read) + written)
+
+
+def op_seconds(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape], cluster: Cluster) -> float:
+    """Seconds of one op on blocks of `in_shapes` (per tensor operand) and `out_shapes` (per tensor result)."""
+    if is_view(call.target):
+        return 0.0
+    device = cluster.device
+    traffic = moved_bytes(call, in_shapes, out_shapes) / device.memory_bandwidth
+    work = flops(call, in_shapes, out_shapes)
+    if not work:
+        return traffic + device.launch_overhead
+    return max(traffic, device.matmul_seconds(work, call.operands[0].dtype)) + device.launch_overhead

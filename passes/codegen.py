@@ -1,0 +1,206 @@
+"""Per-rank programs from a plan: ops on blocks, re-layouts between them, temporal loops unrolled with double buffers.
+
+Every rank's program is made by walking the same ops in the same order; all that differs are constants (peers, slices,
+shapes). A transfer is started as soon as its input exists and waited for at the first use of its result. Values that
+exist when a phase starts (parameters, saved activations) are fetched one heavy op ahead, not all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stpart_compiler.ir.layout import Layout, local_shape, replicated
+from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.program import Builder, Origin, Pending, RankProgram, Value
+from stpart_compiler.ir.redistribute import redistribute
+from stpart_compiler.ir.spacetime import Derived, Strategy, derive, factor_range
+from stpart_compiler.passes.emit_redistribute import emit_redistribution
+from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
+from stpart_compiler.passes.rules import Block, Operand, local_call
+from stpart_compiler.passes.schedule import Phase, Schedule
+from stpart_compiler.passes.temporal import emit_temporal
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Decisions that codegen follows: strategies per op, layouts at rest per parameter node."""
+
+    graph: Annotated
+    mesh: Mesh
+    strategies: dict[str, Strategy]
+    param_layouts: dict[ValueKey, Layout]
+    cost: Any
+
+    def derived(self, op: OpNode) -> Derived:
+        return derive(op.rule, self.strategies[op.name], self.mesh)
+
+    def layout(self, key: ValueKey) -> Layout:
+        """Layout in which a value is produced."""
+        if key in self.param_layouts:
+            return self.param_layouts[key]
+        op = self.graph.by_name.get(key[0])
+        if op is None:
+            return replicated(self.graph.values[key].shape)
+        return self.derived(op).outputs[key[1]].layout
+
+
+@dataclass(frozen=True)
+class Codegen:
+    """placement and schedule -> the two programs of every rank."""
+
+    device: torch.device = torch.device("cpu")
+
+    def apply(self, placement: Placement, schedule: Schedule, rank: int) -> tuple[RankProgram, RankProgram | None]:
+        forward = PhaseEmitter(placement, schedule.forward, rank, self.device, 0)
+        first = forward.run()
+        if schedule.backward is None:
+            return first, None
+        backward = PhaseEmitter(placement, schedule.backward, rank, self.device, forward.builder.next_tag)
+        return first, backward.run()
+
+
+class PhaseEmitter:
+    """Emits one phase of one rank."""
+
+    def __init__(self, placement: Placement, phase: Phase, rank: int, device: torch.device, first_tag: int) -> None:
+        self.placement = placement
+        self.mesh = placement.mesh
+        self.phase = phase
+        self.rank = rank
+        self.builder = Builder(rank, phase.name, device, first_tag)
+        self.have: dict[tuple[ValueKey, Layout], Value | Pending] = {}
+        self.base: dict[str, Value] = {}  # transposed view -> the contiguous tensor behind it
+        self.pending_names: dict[str, tuple[str, ...]] = {}
+
+    def run(self) -> RankProgram:
+        inputs = [self._input(key, layout) for key, layout in self.phase.inputs]
+        for op in self.phase.ops:
+            for key, layout in self.phase.starts.get(op.name, ()):
+                self._start(key, layout)
+            self._emit(op)
+            self._start_results(op)
+        outputs = [self.fetch(key, layout) for key, layout in self.phase.outputs]
+        return RankProgram(self.rank, self.phase.name, inputs, list(outputs), self.builder.body, self.pending_names)
+
+    def _input(self, key: ValueKey, layout: Layout) -> Value:
+        value = self.builder.value(key[0], local_shape(layout, self.mesh, self.rank), self._dtype(key))
+        self.have[(key, layout)] = value
+        return value
+
+    def _dtype(self, key: ValueKey) -> torch.dtype:
+        return self.placement.graph.values[key].dtype
+
+    def fetch(self, key: ValueKey, layout: Layout) -> Value:
+        """The local tensor of a value in the given layout, waited for."""
+        self._start(key, layout)
+        found = self.have[(key, layout)]
+        if isinstance(found, Pending):
+            keep, self.builder.origin = self.builder.origin, self._relayout_origin(key)
+            first = len(self.builder.body)
+            found = found.finish()
+            self._allow_pending(first)
+            self.builder.origin = keep
+            self.have[(key, layout)] = found
+            self._note_pending(found, layout)
+        return found
+
+    def _start(self, key: ValueKey, layout: Layout) -> None:
+        """Begin to bring a value into a layout, unless that is done or under way."""
+        if (key, layout) in self.have:
+            return
+        source = self.phase.layout.get(key) or self.placement.layout(key)
+        if (key, source) not in self.have:
+            self._emit(self.placement.graph.by_name[key[0]])
+        if (key, layout) in self.have:
+            return
+        value = self.fetch(key, source)
+        plan = redistribute(source, layout, self.mesh, self.placement.cost)
+        keep, self.builder.origin = self.builder.origin, self._relayout_origin(key)
+        first = len(self.builder.body)
+        made = emit_redistribution(self.builder, value, plan, self.mesh)
+        self._allow_pending(first)
+        self.builder.origin = keep
+        self.have[(key, layout)] = made
+        if isinstance(made, Value):
+            self._note_pending(made, layout)
+
+    def _relayout_origin(self, key: ValueKey) -> Origin:
+        op = self.placement.graph.by_name.get(key[0])
+        return Origin(key[0], op.module_path if op else "", "re-layout")
+
+    def _allow_pending(self, first: int) -> None:
+        for instr in self.builder.body[first:]:
+            instr.partial_ok = True
+
+    def _note_pending(self, value: Value, layout: Layout) -> None:
+        if layout.partial:
+            self.pending_names[value.name] = tuple(str(digit) for digit in layout.partial)
+
+    def _start_results(self, op: OpNode) -> None:
+        for index, _ in enumerate(op.call.results):
+            for layout in self.phase.wanted.get((op.name, index), ()):
+                self._start((op.name, index), layout)
+
+    def _emit(self, op: OpNode) -> None:
+        """One op in its strategy; its results are then in `have`."""
+        strategy = self.placement.strategies[op.name]
+        derived = self.placement.derived(op)
+        if any(((op.name, i), p.layout) in self.have for i, p in enumerate(derived.outputs)):
+            return
+        operands = [self.fetch(key, port.layout) for key, port in zip(op.operands, derived.inputs, strict=True)]
+        self.builder.origin = Origin(op.name, op.module_path)
+        first = len(self.builder.body)
+        if strategy.steps > 1:
+            made: Sequence[Value | None] = (emit_temporal(self.builder, op, strategy, derived, operands, self),)
+        else:
+            made = self._call(op, strategy, operands)
+        if strategy.pending:
+            self._allow_pending(first)
+        self._keep(op, derived, made)
+
+    def _keep(self, op: OpNode, derived: Derived, made: Sequence[Value | None]) -> None:
+        for index, value in enumerate(made):
+            if value is not None:
+                self.have[((op.name, index), derived.outputs[index].layout)] = value
+                self._note_pending(value, derived.outputs[index].layout)
+
+    def _call(self, op: OpNode, strategy: Strategy, operands: list[Value]) -> Sequence[Value | None]:
+        block = Block(op.rule, factor_range(strategy, op.rule, self.mesh, self.rank, 0))
+        return self.call_block(op, block, operands)
+
+    def call_block(self, op: OpNode, block: Block, operands: list[Value]) -> Sequence[Value | None]:
+        """Call the op on one block with the given local operands."""
+        target, args, kwargs = local_call(op.call, block)
+        args, kwargs = bound(args, operands), bound(kwargs, operands)
+        results = op.call.results
+        if len(results) > 1 or not self.placement.graph.alias.get(op.name):
+            outs = [
+                (f"{op.name}_{i}", block.out_shape(i), r.dtype) if r is not None else None for i, r in enumerate(results)
+            ]
+            return self.builder.call_multi(target, args, kwargs, outs)
+        only = results[0]
+        assert only is not None
+        kind = "view" if op.name in self.phase.views else "compute"
+        value = self.builder.call(
+            target, args, kwargs, shape=block.out_shape(), dtype=only.dtype, stem=op.name, kind=kind
+        )
+        if target is aten.t.default:
+            self.base[value.name] = operands[0]
+        return (value,)
+
+
+def bound(item: Any, operands: Sequence[Value]) -> Any:
+    """Arguments with each `Operand` replaced by its local value."""
+    if isinstance(item, Operand):
+        return operands[item.index]
+    if isinstance(item, dict):
+        return {key: bound(part, operands) for key, part in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(bound(part, operands) for part in item)
+    return item

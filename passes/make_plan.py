@@ -1,0 +1,226 @@
+"""From annotated ops to a plan: templates as yardsticks and first hints, then the whole space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from stpart_compiler.ir.layout import Layout
+from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.plan import Plan, PlanRow
+from stpart_compiler.ir.spacetime import Strategy
+from stpart_compiler.passes.propagate import Annotated, OpNode
+from stpart_compiler.passes.solve import (
+    Assignment,
+    BuildProblem,
+    InfeasibleError,
+    Problem,
+    Solution,
+    Solve,
+    SolverOptions,
+    evaluate,
+    memory_bytes,
+)
+from stpart_compiler.passes.space import BuildSpace, Costs, Space
+from stpart_compiler.passes.templates import TEMPLATES, Template, template
+
+Progress = Callable[[str], None]
+
+ALTERNATIVES = 3
+"""Number of other strategies a plan row lists."""
+
+
+@dataclass(frozen=True)
+class MakePlan:
+    """annotated ops -> plan. `name`: a template to price as it is, None to solve; `memory_limit`: bytes per rank.
+
+    Raises:
+        InfeasibleError: no plan fits in the memory limit.
+        ValueError: the template is unknown or does not apply to the mesh.
+    """
+
+    costs: Costs
+    options: SolverOptions
+    memory_limit: int
+    name: str | None = None
+
+    def apply(self, graph: Annotated, progress: Progress = lambda text: None) -> Plan:
+        if self.name is not None:
+            space, problem, solution = self._template(graph, template(self.name))
+            return _plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
+        space = BuildSpace(self.costs).apply(graph)
+        problem = BuildProblem(self.options).apply(space)
+        yardsticks, hint = self._yardsticks(graph, space, problem, progress)
+        solution = Solve(self.options, self.memory_limit).apply(problem, hint, progress)
+        if hint is not None and evaluate(problem, hint) < solution.seconds:
+            solution = replace(solution, choice=hint, seconds=evaluate(problem, hint))
+        return _plan(graph, space, problem, solution, None, yardsticks, self.options)
+
+    def _template(self, graph: Annotated, chosen: Template) -> tuple[Space, Problem, Solution]:
+        reason = chosen.applies(self.costs.mesh)
+        if reason is not None:
+            raise ValueError(f"template {chosen.name!r}: {reason}")
+        space = BuildSpace(self.costs).apply(graph, chosen.restriction)
+        problem = BuildProblem(self.options, chosen.weights_stay).apply(space)
+        return space, problem, Solve(self.options, self.memory_limit).apply(problem)
+
+    def _yardsticks(
+        self, graph: Annotated, space: Space, problem: Problem, progress: Progress
+    ) -> tuple[dict[str, float], Assignment | None]:
+        """Price of every template that applies and fits; the best one as an assignment of the whole space."""
+        prices: dict[str, float] = {}
+        best: tuple[float, Assignment] | None = None
+        for chosen in TEMPLATES.values():
+            if chosen.applies(self.costs.mesh) is not None:
+                continue
+            try:
+                small, own, solution = self._template(graph, chosen)
+            except InfeasibleError:
+                progress(f"template {chosen.name}: does not fit in the memory limit")
+                continue
+            prices[chosen.name] = solution.seconds
+            progress(f"template {chosen.name}: {solution.seconds * 1e3:.3f} ms")
+            hint = _translated(small, solution.choice, space)
+            fits = memory_bytes(problem, hint) <= self.memory_limit
+            if fits and (best is None or evaluate(problem, hint) < best[0]):
+                best = (evaluate(problem, hint), hint)
+        return prices, best[1] if best else None
+
+
+def strategy_of(space: Space, choice: Assignment, klass: int) -> tuple[int, Strategy]:
+    """Chosen strategy of an op class, and its index there."""
+    choices = space.choices[klass]
+    index = next(s for s, members in enumerate(choices.members) if choice[choices.root] in members)
+    return index, choices.strategies[index]
+
+
+def _translated(small: Space, choice: Assignment, space: Space) -> Assignment:
+    """An assignment of a restricted space as one of the whole space."""
+    found: Assignment = {}
+    for klass, choices in enumerate(space.choices):
+        if choices.root == klass:
+            found[klass] = choices.strategies.index(strategy_of(small, choice, klass)[1])
+    for index, params in enumerate(space.params):
+        found[-1 - index] = params.layouts.index(small.params[index].layouts[choice[-1 - index]])
+    return found
+
+
+def _plan(
+    graph: Annotated,
+    space: Space,
+    problem: Problem,
+    solution: Solution,
+    name: str | None,
+    yardsticks: dict[str, float],
+    options: SolverOptions,
+) -> Plan:
+    strategies = {op.name: strategy_of(space, solution.choice, op.klass)[1] for op in graph.ops}
+    params: dict[str, Layout] = {}
+    for index, group in enumerate(space.params):
+        params |= dict.fromkeys(group.names, group.layouts[solution.choice[-1 - index]])
+    return Plan(
+        mesh=space.mesh,
+        graph_digest=graph.captured.digest(),
+        torch_version=torch.__version__,
+        template=name,
+        strategies=strategies,
+        params=params,
+        rows=_rows(space, problem, solution),
+        seconds=solution.seconds,
+        bound_seconds=solution.bound,
+        memory={"solver estimate": memory_bytes(problem, solution.choice)},
+        yardsticks=yardsticks,
+        replicated_ops=sorted({str(op.call.target) for op in graph.ops if not op.has_rule}),
+        solver={
+            "status": solution.status,
+            "wall_s": round(solution.wall_s, 3),
+            "first_plan_s": round(solution.first_s, 3),
+            "seed": options.seed,
+            "cluster": space.costs.cluster.name,
+        },
+    )
+
+
+def _rows(space: Space, problem: Problem, solution: Solution) -> list[PlanRow]:
+    relayout = _relayout_seconds(problem, solution.choice)
+    rows = []
+    for klass, choices in enumerate(space.choices):
+        index, strategy = strategy_of(space, solution.choice, klass)
+        derived = choices.derived[index]
+        op = choices.op
+        rows.append(
+            PlanRow(
+                name=op.name,
+                module_path=op.module_path,
+                op=str(op.call.target).removeprefix("aten."),
+                count=choices.count,
+                strategy=strategy.describe(op.rule),
+                inputs=[_port_text(port.layout, port.motion) for port in derived.inputs],
+                outputs=[_port_text(port.layout, port.motion) for port in derived.outputs],
+                seconds=choices.seconds[index],
+                moved_bytes=choices.moved[index],
+                redistribution_seconds=relayout.get(klass, 0.0),
+                is_backward=op.is_backward,
+                alternatives=_alternatives(problem, solution, klass, op),
+            )
+        )
+    return rows
+
+
+def _port_text(layout: Layout, motion: str) -> str:
+    return f"{layout} moves" if motion == "move" else str(layout)
+
+
+def _relayout_seconds(problem: Problem, choice: Assignment) -> dict[int, float]:
+    """Per consuming op class, seconds of re-layouts of its operands (shared ones are counted at each use)."""
+    found: dict[int, float] = {}
+    for group in problem.uses:
+        for use in group:
+            i = 0 if use.from_root is None else use.side(choice, source=True)
+            j = 0 if use.to_root is None else use.side(choice, source=False)
+            if use.price[i][j]:
+                found[use.edge.consumer] = found.get(use.edge.consumer, 0.0) + use.price[i][j] / 1e9
+    return found
+
+
+def _alternatives(problem: Problem, solution: Solution, klass: int, op: OpNode) -> list[tuple[str, float]]:
+    """The cheapest other strategies of a root with all else as it is: (strategy, seconds more per step)."""
+    choices = problem.space.choices[klass]
+    if choices.root != klass or len(choices.strategies) == 1:
+        return []
+    local = problem.local(klass)
+    now = local.price(solution.choice)
+    tried = [
+        (strategy.describe(op.rule), (local.price({**solution.choice, klass: i}) - now) / 1e9)
+        for i, strategy in enumerate(choices.strategies)
+        if i != solution.choice[klass]
+    ]
+    return sorted(tried, key=lambda item: item[1])[:ALTERNATIVES]
+
+
+def check_plan(plan: Plan, graph: Annotated, mesh: Mesh) -> None:
+    """Raises:
+    ValueError: the plan is for another mesh, torch version or model; says which.
+    """
+    if plan.mesh.world_size != mesh.world_size:
+        raise ValueError(f"plan: made for mesh {plan.mesh}, but the mesh is {mesh}; make a plan for this mesh")
+    if plan.torch_version != torch.__version__:
+        raise ValueError(
+            f"plan: made with torch {plan.torch_version}, but this is torch {torch.__version__}; its graph may differ,"
+            " make the plan anew"
+        )
+    if plan.graph_digest != graph.captured.digest():
+        ops = {op.name for op in graph.ops}
+        missing, extra = sorted(set(plan.strategies) - ops), sorted(ops - set(plan.strategies))
+        names = {info.name for info in graph.captured.params}
+        params = sorted(set(plan.params) ^ {n for n in names if n in plan.params or _used(graph, n)})
+        detail = f"ops only in the plan: {missing[:5]}, only in the model: {extra[:5]}, parameters that differ: {params[:5]}"
+        if not (missing or extra or params):
+            detail = "the ops have the same names; shapes, dtypes or constants differ"
+        raise ValueError(f"plan: made for another model or other example inputs ({detail}); make the plan anew")
+
+
+def _used(graph: Annotated, name: str) -> bool:
+    return any(info.name == name and info.node is not None for info in graph.captured.params)

@@ -1,0 +1,174 @@
+"""Registry of factor rules and block programs.
+
+`@rule(op, ...)` registers a function `OpCall -> OpRule` (None: no rule for this call). `@localized(op, ...)` registers
+how the op is run on one block when its non-tensor arguments depend on sizes; without one the arguments stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from stpart_compiler.ir.layout import Range
+from stpart_compiler.ir.rule import DimMap, OpRule, TensorMap
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Stand-in for the `index`-th tensor operand of a call (order of occurrence in args, then kwargs)."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One op call of the graph: `args`/`kwargs` as in the graph with `Operand`s for tensors; `results` per output"""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[Operand, ...]
+    results: tuple[Operand | None, ...]  # by position in the op's result tuple; None where it is no tensor
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """Argument by position or keyword."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The part of the loop nest that is run: an index range per factor of `rule` (already refined)."""
+
+    rule: OpRule
+    ranges: tuple[Range, ...]
+
+    def extent(self, dim: DimMap) -> int:
+        return math.prod(self.ranges[f][1] - self.ranges[f][0] for f in dim)
+
+    def shape(self, tensor: TensorMap) -> tuple[int, ...]:
+        return tuple(self.extent(dim) for dim in tensor)
+
+    def in_shape(self, index: int) -> tuple[int, ...]:
+        return self.shape(self.rule.inputs[index])
+
+    def out_shape(self, index: int = 0) -> tuple[int, ...]:
+        return self.shape(self.rule.outputs[index])
+
+    def span(self, dim: DimMap) -> Range:
+        """Index range of a whole tensor dim; only its outermost factor may be cut.
+
+        Raises:
+            ValueError: an inner factor is cut, so the block is no contiguous range.
+        """
+        if self.extent(dim) == 0:
+            return 0, 0
+        inner = 1
+        span = (0, 1)
+        for f in reversed(dim):
+            low, high = self.ranges[f]
+            if span != (0, inner) and (high - low) != 1:
+                name = self.rule.factors[f].name
+                raise ValueError(f"factor {name}: a minor factor of its dim is cut; no contiguous range")
+            span = (low * inner + span[0], (high - 1) * inner + span[1])
+            inner *= self.rule.factors[f].size
+        return span
+
+
+    def digits(self, dim: DimMap) -> tuple[tuple[int, int, int, int], ...]:
+        """Per factor of a tensor dim, major to minor: (stride, size, low, high), a span of runtime.local_ops."""
+        found = []
+        stride = 1
+        for f in reversed(dim):
+            size = self.rule.factors[f].size
+            found.append((stride, size, *self.ranges[f]))
+            stride *= size
+        return tuple(reversed(found))
+
+    def is_cut(self, dim: DimMap) -> bool:
+        """Whether the block holds only a part of a tensor dim."""
+        return self.extent(dim) != math.prod(self.rule.factors[f].size for f in dim)
+
+
+LocalCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
+RuleFn = Callable[[OpCall], "OpRule | None"]
+LocalFn = Callable[[OpCall, Block], LocalCall]
+
+RULES: dict[Any, RuleFn] = {}
+TAGGED: dict[torch.Tag, RuleFn] = {}
+LOCALIZERS: dict[Any, LocalFn] = {}
+
+
+def rule(*ops: Any) -> Callable[[RuleFn], RuleFn]:
+    """Register a factor rule for op overloads."""
+
+    def register(fn: RuleFn) -> RuleFn:
+        for op in ops:
+            assert op not in RULES, f"two rules for {op}"
+            RULES[op] = fn
+        return fn
+
+    return register
+
+
+def tagged(tag: torch.Tag) -> Callable[[RuleFn], RuleFn]:
+    """Register a factor rule for all op overloads with a tag that have no rule of their own."""
+
+    def register(fn: RuleFn) -> RuleFn:
+        assert tag not in TAGGED, f"two rules for {tag}"
+        TAGGED[tag] = fn
+        return fn
+
+    return register
+
+
+def localized(*ops: Any) -> Callable[[LocalFn], LocalFn]:
+    """Register how op overloads are called on a block."""
+
+    def register(fn: LocalFn) -> LocalFn:
+        for op in ops:
+            assert op not in LOCALIZERS, f"two localizers for {op}"
+            LOCALIZERS[op] = fn
+        return fn
+
+    return register
+
+
+def rule_of(call: OpCall) -> OpRule | None:
+    """The factor rule of a call, or None when the op has none."""
+    fn = RULES.get(call.target) or _tagged_rule(call.target)
+    found = fn(call) if fn else None
+    if found is None:
+        return None
+    kept = tuple(operands for operands in found.linear if _keeps_sums(call, operands))
+    return found if kept == found.linear else replace(found, linear=kept)
+
+
+def _tagged_rule(target: Any) -> RuleFn | None:
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return None
+    return next((fn for tag, fn in TAGGED.items() if tag in target.tags), None)
+
+
+def _keeps_sums(call: OpCall, operands: frozenset[int]) -> bool:
+    """Whether summands survive the types: not when they are narrowed or booleans."""
+    ins = [call.operands[i].dtype for i in operands]
+    outs = [r.dtype for r in call.results if r is not None]
+    return all(i != torch.bool and torch.promote_types(i, o) == o for i in ins for o in outs)
+
+
+def local_call(call: OpCall, block: Block) -> LocalCall:
+    """Target and arguments that compute one block (tensor arguments are still `Operand`s)."""
+    fn = LOCALIZERS.get(call.target)
+    return fn(call, block) if fn else (call.target, call.args, call.kwargs)

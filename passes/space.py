@@ -1,0 +1,423 @@
+"""The search space the solver works on: strategies per class of identical ops, and who follows whom.
+
+An op whose placement is implied by its main operand *follows* it (views, casts, pointwise ops): it has no decision of
+its own, its strategies map onto those of the op it follows. Ops that can choose are *roots*: contractions, attention,
+and whatever meets a pending sum that it cannot pass on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from stpart_compiler.cost_models.cluster import Cluster
+from stpart_compiler.cost_models.communication import LinkCost, temporal_seconds
+from stpart_compiler.cost_models.compute import op_seconds
+from stpart_compiler.ir.layout import Atom, Layout, form, max_local_numel, replicated, shard
+from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.redistribute import redistribution_cost
+from stpart_compiler.ir.spacetime import MOVE, Derived, Strategy, derive
+from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
+from stpart_compiler.passes.strategies import StrategySpace, enumerate_strategies, is_contraction
+
+Allow = Callable[[OpNode, Strategy, Mesh], bool]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Prices on one cluster and mesh, in seconds."""
+
+    cluster: Cluster
+    mesh: Mesh
+
+    @property
+    def link(self) -> LinkCost:
+        return LinkCost(self.cluster, self.mesh)
+
+    def relayout(self, source: Layout, target: Layout, itemsize: int) -> float:
+        if source == target:
+            return 0.0
+        return redistribution_cost(source, target, self.mesh, itemsize, self.link)
+
+    def op(self, op: OpNode, strategy: Strategy, derived: Derived) -> tuple[float, int]:
+        """Seconds of one op on the busiest rank, and the bytes it sends while it runs."""
+        extents = [_largest(Atom(f.size, d)) for f, d in zip(op.rule.factors, strategy.digits, strict=True)]
+        ins = [_shape(tensor, extents) for tensor in op.rule.inputs]
+        outs = [_shape(tensor, extents) for tensor in op.rule.outputs]
+        compute = op_seconds(op.call, ins, outs, self.cluster)
+        if strategy.steps == 1:
+            return compute, 0
+        moved, axes = _moving_bytes(op, derived)
+        if not axes:
+            return compute * strategy.steps, 0
+        link = self.cluster.link_for(axes, self.mesh)
+        return temporal_seconds(compute, moved, strategy.steps, link), moved * (strategy.steps - 1)
+
+
+def _largest(atom: Atom) -> int:
+    size = atom.size
+    for digit in atom.digits:
+        size = -(-size // digit.q)
+    return size
+
+
+def _shape(tensor: tuple[tuple[int, ...], ...], extents: Sequence[int]) -> tuple[int, ...]:
+    shape = []
+    for dim in tensor:
+        size = 1
+        for f in dim:
+            size *= extents[f]
+        shape.append(size)
+    return tuple(shape)
+
+
+def _moving_bytes(op: OpNode, derived: Derived) -> tuple[int, tuple[str, ...]]:
+    moved, axes = 0, set()
+    for port, operand in zip(derived.inputs, op.call.operands, strict=True):
+        if port.motion == MOVE:
+            moved += max_local_numel(port.layout) * operand.dtype.itemsize
+            axes |= {axis for axis, _ in port.shift}
+    for port, result in zip(derived.outputs, op.call.results, strict=True):
+        if port.motion == MOVE and result is not None:
+            moved += max_local_numel(port.layout) * result.dtype.itemsize
+            axes |= {axis for axis, _ in port.shift}
+    return moved, tuple(sorted(axes))
+
+
+@dataclass
+class Choices:
+    """Strategies of one op class. `members[s]`: the root's choices under which strategy s is used."""
+
+    op: OpNode
+    count: int
+    strategies: list[Strategy]
+    derived: list[Derived]
+    seconds: list[float]
+    moved: list[int]
+    root: int
+    members: list[list[int]]
+
+
+@dataclass
+class ParamChoices:
+    """Layouts at rest of one class of parameters (same name but for layer numbers)."""
+
+    names: list[str]
+    value: ValueInfo
+    layouts: list[Layout]
+
+
+@dataclass
+class Edge:
+    """A class of uses: operand `port` of op class `consumer` reads a value of `producer`, `count` times."""
+
+    producer: tuple[str, int, int]  # ("op", class, result), ("param", class, 0) or ("fixed", 0, 0)
+    consumer: int
+    port: int
+    count: int
+    value: ValueInfo
+
+
+@dataclass
+class Space:
+    """Everything that the solver needs."""
+
+    graph: Annotated
+    mesh: Mesh
+    costs: Costs
+    choices: list[Choices]
+    params: list[ParamChoices]
+    edges: list[Edge]
+    param_class: dict[ValueKey, int]
+    finals: list[Edge] = field(default_factory=list)  # consumer -1: program outputs; port: class of the parameter or -1
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """A sub-space: which strategies, and which layouts at rest, a template allows."""
+
+    allow: Allow | None = None
+    layouts: Callable[[ValueInfo, list[Layout], Mesh], list[Layout]] | None = None
+
+
+@dataclass(frozen=True)
+class BuildSpace:
+    """annotated ops -> search space."""
+
+    costs: Costs
+    options: StrategySpace = StrategySpace()
+
+    def apply(self, graph: Annotated, restriction: Restriction = Restriction()) -> Space:
+        mesh = self.costs.mesh
+        params, param_class = _params(graph, mesh, restriction)
+        choices: list[Choices] = []
+        for members in graph.classes:
+            choices.append(self._choices(graph, members, choices, params, param_class, restriction))
+        edges = _edges(graph, param_class)
+        finals = _finals(graph, param_class)
+        return Space(graph, mesh, self.costs, choices, params, edges, param_class, finals)
+
+    def _choices(
+        self,
+        graph: Annotated,
+        members: list[OpNode],
+        done: list[Choices],
+        params: list[ParamChoices],
+        param_class: dict[ValueKey, int],
+        restriction: Restriction,
+    ) -> Choices:
+        op = members[0]
+        mesh = self.costs.mesh
+        strategies = list(enumerate_strategies(op.rule, mesh, op.movable, self.options))
+        strategies = [s for s in strategies if not _twice(op, s)]
+        if restriction.allow is not None:
+            strategies = [s for s in strategies if restriction.allow(op, s, mesh)] or strategies
+        derived = [derive(op.rule, s, mesh) for s in strategies]
+        costs = [self.costs.op(op, s, d) for s, d in zip(strategies, derived, strict=True)]
+        own = Choices(
+            op,
+            len(members),
+            strategies,
+            derived,
+            [seconds for seconds, _ in costs],
+            [moved for _, moved in costs],
+            op.klass,
+            [[i] for i in range(len(strategies))],
+        )
+        lead = _lead(graph, op)
+        if lead is None or is_contraction(op.rule):
+            return own
+        return _following(own, lead, graph, done, params, param_class, self.costs) or own
+
+
+def _twice(op: OpNode, strategy: Strategy) -> bool:
+    """A pending sum must not pass where one value stands both inside and outside the linear operands."""
+    if not strategy.pending:
+        return False
+    inside = {key for i, key in enumerate(op.operands) if i in op.rule.linear[strategy.linear]}
+    outside = {key for i, key in enumerate(op.operands) if i not in op.rule.linear[strategy.linear]}
+    return bool(inside & outside)
+
+
+def _lead(graph: Annotated, op: OpNode) -> int | None:
+    """Index of the operand an op follows: the largest, the last where several are."""
+    best: tuple[int, int] | None = None
+    for i, key in enumerate(op.operands):
+        if graph.values[key].kind in ("op", "param"):
+            best = max(best or (-1, -1), (graph.values[key].numel, i))
+    return best[1] if best else None
+
+
+def _following(
+    own: Choices,
+    lead: int,
+    graph: Annotated,
+    done: list[Choices],
+    params: list[ParamChoices],
+    param_class: dict[ValueKey, int],
+    costs: Costs,
+) -> Choices | None:
+    """The same choices as a follower of the operand `lead`, or None where the op has to choose by itself."""
+    key = own.op.operands[lead]
+    root, produced = _produced(key, graph, done, params, param_class)
+    if root is None:
+        return None
+    single = sum(1 for k in own.op.operands if graph.values[k].kind in ("op", "param")) == 1
+    itemsize = graph.values[key].dtype.itemsize
+    table: dict[Layout, int] = {}
+    for layout, _ in produced:
+        if layout.partial and not (single and _passes(own, lead, layout)):
+            return None
+        table[layout] = _best_for(own, lead, layout, itemsize, costs)
+    return _grouped(own, root, produced, table)
+
+
+def _produced(
+    key: ValueKey,
+    graph: Annotated,
+    done: list[Choices],
+    params: list[ParamChoices],
+    param_class: dict[ValueKey, int],
+) -> tuple[int | None, list[tuple[Layout, list[int]]]]:
+    """Root of a value, and its layouts with the root's choices that give each."""
+    if key in param_class:
+        index = param_class[key]
+        return -1 - index, [(layout, [i]) for i, layout in enumerate(params[index].layouts)]
+    klass = graph.by_name[key[0]].klass
+    if klass >= len(done):
+        return None, []
+    source = done[klass]
+    merged: dict[Layout, list[int]] = {}
+    for derived, members in zip(source.derived, source.members, strict=True):
+        merged.setdefault(derived.outputs[key[1]].layout, []).extend(members)
+    return source.root, list(merged.items())
+
+
+def _passes(own: Choices, lead: int, layout: Layout) -> bool:
+    return any(derived.inputs[lead].layout == layout for derived in own.derived)
+
+
+def _best_for(own: Choices, lead: int, layout: Layout, itemsize: int, costs: Costs) -> int:
+    """Cheapest strategy once the lead operand comes in `layout`."""
+    exact = [i for i, d in enumerate(own.derived) if d.inputs[lead].layout == layout]
+    pool = exact or range(len(own.strategies))
+
+    def price(i: int) -> float:
+        return own.seconds[i] + (0.0 if exact else costs.relayout(layout, own.derived[i].inputs[lead].layout, itemsize))
+
+    return min(pool, key=price)
+
+
+def _grouped(
+    own: Choices, root: int, produced: list[tuple[Layout, list[int]]], table: dict[Layout, int]
+) -> Choices:
+    members: dict[int, list[int]] = {}
+    for layout, ids in produced:
+        members.setdefault(table[layout], []).extend(ids)
+    kept = sorted(members)
+    return Choices(
+        own.op,
+        own.count,
+        [own.strategies[i] for i in kept],
+        [own.derived[i] for i in kept],
+        [own.seconds[i] for i in kept],
+        [own.moved[i] for i in kept],
+        root,
+        [members[i] for i in kept],
+    )
+
+
+def rest_layouts(shape: Sequence[int], mesh: Mesh) -> list[Layout]:
+    """Candidate layouts of a parameter at rest: every axis on no dim or one dim, and skewed pairs on two dims."""
+    axes = [axis for axis in mesh.axes if mesh.size[axis] > 1]
+    plans: list[dict[int, tuple[str, ...]]] = [{}]
+    for axis in axes:
+        grown = [{**plan, dim: (*plan.get(dim, ()), axis)} for plan in plans for dim in range(len(shape))]
+        plans += [plan for plan in grown if _fits(shape, plan, mesh)]
+    layouts = [
+        shard(shape, {dim: tuple(form(mesh.size[a], **{a: 1}) for a in cut) for dim, cut in plan.items()})
+        for plan in plans
+    ]
+    return list(dict.fromkeys([*layouts, *_skewed_rest(shape, axes, mesh)]))
+
+
+def _fits(shape: Sequence[int], plan: dict[int, tuple[str, ...]], mesh: Mesh) -> bool:
+    for dim, cut in plan.items():
+        parts = 1
+        for axis in cut:
+            parts *= mesh.size[axis]
+        if shape[dim] < parts:
+            return False
+    return True
+
+
+def _skewed_rest(shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> list[Layout]:
+    if len(shape) != 2:
+        return []
+    out = []
+    for i, a in enumerate(axes):
+        for b in axes[i + 1 :]:
+            q = mesh.size[a]
+            if q != mesh.size[b] or min(shape) < q:
+                continue
+            plain = [form(q, **{a: 1}), form(q, **{b: 1})]
+            both = form(q, **{a: 1, b: 1})
+            out += [shard(shape, {0: (both,), 1: (one,)}) for one in plain]
+            out += [shard(shape, {0: (one,), 1: (both,)}) for one in plain]
+    return out
+
+
+def _params(
+    graph: Annotated, mesh: Mesh, restriction: Restriction
+) -> tuple[list[ParamChoices], dict[ValueKey, int]]:
+    groups: dict[tuple[object, ...], ParamChoices] = {}
+    order: dict[ValueKey, int] = {}
+    for info in graph.captured.params:
+        if info.node is None:
+            continue
+        value = graph.values[(info.node, 0)]
+        users = frozenset(graph.uses.get(value.key, ()))
+        key = (value.shape, value.dtype, info.requires_grad, users)
+        if key not in groups:
+            layouts = rest_layouts(value.shape, mesh)
+            if restriction.layouts is not None:
+                layouts = restriction.layouts(value, layouts, mesh)
+            groups[key] = ParamChoices([], value, layouts)
+        groups[key].names.append(info.name)
+        order[value.key] = list(groups).index(key)
+    return list(groups.values()), order
+
+
+def _edges(graph: Annotated, param_class: dict[ValueKey, int]) -> list[Edge]:
+    found: dict[tuple[object, ...], Edge] = {}
+    for op in graph.ops:
+        for port, key in enumerate(op.operands):
+            producer = producer_of(graph, key, param_class)
+            at = (producer, op.klass, port)
+            if at not in found:
+                found[at] = Edge(producer, op.klass, port, 0, graph.values[key])
+            found[at].count += 1
+    return list(found.values())
+
+
+def producer_of(graph: Annotated, key: ValueKey, param_class: dict[ValueKey, int]) -> tuple[str, int, int]:
+    """Class of the producer of a value; inputs, tangents, buffers and constants are whole on every rank."""
+    if key in param_class:
+        return ("param", param_class[key], 0)
+    if graph.values[key].kind != "op":
+        return ("fixed", 0, 0)
+    return ("op", graph.by_name[key[0]].klass, key[1])
+
+
+def _finals(graph: Annotated, param_class: dict[ValueKey, int]) -> list[Edge]:
+    """Gradients must end where their parameter rests; outputs and new buffer values whole on every rank."""
+    captured = graph.captured
+    found: dict[tuple[object, ...], Edge] = {}
+
+    def add(node: str, port: int) -> None:
+        key = graph.alias[node]
+        at = (producer_of(graph, key, param_class), port)
+        if at not in found:
+            found[at] = Edge(at[0], -1, port, 0, graph.values[key])
+        found[at].count += 1
+
+    nodes = {p.name: p.node for p in captured.params}
+    for name, grad in captured.grads.items():
+        if grad is not None:
+            node = nodes[name]
+            add(grad, param_class[(node, 0)] if node is not None else -1)
+    for output in captured.outputs:
+        if output.node is not None:
+            add(output.node, -1)
+    for node in captured.mutations.values():
+        add(node, -1)
+    return list(found.values())
+
+
+def layouts_of(space: Space, producer: tuple[str, int, int], value: ValueInfo) -> tuple[int | None, list[Layout], list[list[int]]]:
+    """Root, distinct layouts, and per layout the root's choices, of the values of a producer class."""
+    kind, index, result = producer
+    if kind == "fixed":
+        return None, [replicated(value.shape)], [[]]
+    if kind == "param":
+        layouts = space.params[index].layouts
+        return -1 - index, list(layouts), [[i] for i in range(len(layouts))]
+    source = space.choices[index]
+    merged: dict[Layout, list[int]] = {}
+    for derived, members in zip(source.derived, source.members, strict=True):
+        merged.setdefault(derived.outputs[result].layout, []).extend(members)
+    return source.root, list(merged), list(merged.values())
+
+
+def needs_of(space: Space, edge: Edge) -> tuple[int | None, list[Layout], list[list[int]]]:
+    """Root, distinct layouts, and per layout the root's choices, that a use asks for."""
+    if edge.consumer < 0:
+        if edge.port < 0:
+            return None, [replicated(edge.value.shape)], [[]]
+        layouts = space.params[edge.port].layouts
+        return -1 - edge.port, list(layouts), [[i] for i in range(len(layouts))]
+    target = space.choices[edge.consumer]
+    merged: dict[Layout, list[int]] = {}
+    for derived, members in zip(target.derived, target.members, strict=True):
+        merged.setdefault(derived.inputs[edge.port].layout, []).extend(members)
+    return target.root, list(merged), list(merged.values())

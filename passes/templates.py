@@ -1,0 +1,181 @@
+"""Named plans users know, each a sub-space of the same search space, so that it is priced and run like any other.
+
+A template says which strategies ops may take and where parameters may rest; the solver fills in the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stpart_compiler.ir.layout import Digit, Layout, max_local_numel
+from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.spacetime import MOVE, STAY, Strategy, derive
+from stpart_compiler.passes.propagate import OpNode, ValueInfo
+from stpart_compiler.passes.space import Restriction
+from stpart_compiler.passes.strategies import is_contraction
+
+
+@dataclass(frozen=True)
+class Template:
+    """A named sub-space. `applies`: None, or why the mesh does not allow it."""
+
+    name: str
+    summary: str
+    restriction: Restriction
+    applies: Callable[[Mesh], str | None]
+    weights_stay: bool = False  # parameters are used where they rest: no gathering of weights
+
+
+def _axes(digits: tuple[Digit, ...]) -> set[str]:
+    return {axis for digit in digits for axis, _ in digit.coeffs}
+
+
+def _cut_axes(strategy: Strategy) -> dict[int, set[str]]:
+    return {f: _axes(digits) for f, digits in enumerate(strategy.digits) if digits}
+
+
+def _spatial(strategy: Strategy) -> bool:
+    skewed = any(len(d.coeffs) != 1 for digits in strategy.digits for d in digits)
+    return strategy.steps == 1 and not skewed
+
+
+def _wide(mesh: Mesh) -> list[str]:
+    return [axis for axis in mesh.axes if mesh.size[axis] > 1]
+
+
+def _data(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    """Only the batch is cut; every axis is used on it where the op has it."""
+    return _spatial(strategy) and set(_cut_axes(strategy)) <= op.batch
+
+
+def _roles(mesh: Mesh) -> tuple[set[str], set[str]]:
+    """(data axes, model axes): the first of several axes carries the batch, the others the model."""
+    wide = _wide(mesh)
+    return (set(wide[:1]), set(wide[1:])) if len(wide) > 1 else (set(), set(wide))
+
+
+def _megatron(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    """Batch on the data axis, features (heads, hidden of the MLP, vocabulary) on the model axes."""
+    data, model = _roles(mesh)
+    return _spatial(strategy) and all(
+        axes <= data if f in op.batch else axes <= model and f not in op.data for f, axes in _cut_axes(strategy).items()
+    )
+
+
+def _megatron_sp(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    """Megatron, with the sequence cut on the model axes outside the contractions."""
+    data, model = _roles(mesh)
+    if is_contraction(op.rule):
+        return _megatron(op, strategy, mesh)
+    return _spatial(strategy) and all(
+        axes <= data if f in op.batch else axes <= model for f, axes in _cut_axes(strategy).items()
+    )
+
+
+def _has_weight(op: OpNode) -> bool:
+    """A product of two 2-D operands: linear layers and their gradients."""
+    return is_contraction(op.rule) and all(operand.ndim == 2 for operand in op.call.operands)
+
+
+def _ring(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    """Tokens are cut; in linear layers the weight, or its gradient, goes round while activations stay."""
+    if any(len(d.coeffs) > 1 for digits in strategy.digits for d in digits):
+        return False
+    if not _has_weight(op):
+        return strategy.steps == 1 and set(_cut_axes(strategy)) <= op.data
+    if strategy.steps == 1:
+        return False
+    derived = derive(op.rule, strategy, mesh)
+    tokens = [i for i, tensor in enumerate(op.rule.inputs) if any(f in op.data for dim in tensor for f in dim)]
+    return all(derived.inputs[i].motion != MOVE for i in tokens) and _ring_role(op, strategy)
+
+
+def _ring_role(op: OpNode, strategy: Strategy) -> bool:
+    """The factor cut in space alone is one of tokens, the one cut in time one of features."""
+    spatial = {f for f, digits in enumerate(strategy.digits) for d in digits if not d.tau}
+    return spatial <= op.data and strategy.time_factor not in op.data
+
+
+def _primepar(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    """Linear layers: the summed dim in time over two axes (the result stays, both operands move)."""
+    if not _has_weight(op):
+        return strategy.steps == 1
+    if strategy.steps == 1:
+        return False
+    derived = derive(op.rule, strategy, mesh)
+    return all(port.motion == MOVE for port in derived.inputs) and derived.outputs[0].motion == STAY
+
+
+def _replicated(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+    return [layout for layout in layouts if layout.is_replicated]
+
+
+def _fully_sharded(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+    """Layouts with the smallest block: the parameter is spread over all ranks where its dims allow."""
+    plain = [layout for layout in layouts if all(len(d.coeffs) == 1 for d in layout.digits)]
+    least = min(max_local_numel(layout) for layout in plain)
+    return [layout for layout in plain if max_local_numel(layout) == least]
+
+
+def _smallest(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+    least = min(max_local_numel(layout) for layout in layouts)
+    return [layout for layout in layouts if max_local_numel(layout) == least]
+
+
+def _model_axes(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+    _, model = _roles(mesh)
+    return [layout for layout in layouts if all(len(d.coeffs) == 1 and _axes((d,)) <= model for d in layout.digits)]
+
+
+def _always(mesh: Mesh) -> str | None:
+    return None
+
+
+def _square(mesh: Mesh) -> str | None:
+    wide = _wide(mesh)
+    pairs = [(a, b) for i, a in enumerate(wide) for b in wide[i + 1 :] if mesh.size[a] == mesh.size[b]]
+    return None if pairs else f"needs two mesh axes of equal size (or one axis of square size), got mesh {mesh}"
+
+
+_ALL = (
+    Template(
+        "data", "batch cut over all ranks, parameters replicated", Restriction(_data, _replicated), _always
+    ),
+    Template(
+        "zero3", "batch cut over all ranks, parameters sharded and gathered for use", Restriction(_data, _fully_sharded), _always
+    ),
+    Template(
+        "megatron", "features cut on the model axes, batch on the first of several", Restriction(_megatron, _model_axes), _always, True
+    ),
+    Template(
+        "megatron_sp",
+        "megatron, with the sequence cut between the linear layers",
+        Restriction(_megatron_sp, _model_axes),
+        _always,
+        True,
+    ),
+    Template(
+        "ring", "weights rotate over token shards", Restriction(_ring, _fully_sharded), _always
+    ),
+    Template(
+        "primepar", "2-D temporal maps for all linear layers", Restriction(_primepar, _smallest), _square
+    ),
+)
+TEMPLATES = {template.name: template for template in _ALL}
+
+
+def templates() -> tuple[str, ...]:
+    """Names of the template plans."""
+    return tuple(TEMPLATES)
+
+
+def template(name: str) -> Template:
+    """The template of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in TEMPLATES:
+        raise ValueError(f"template: {name!r} is unknown; expected one of {', '.join(TEMPLATES)}")
+    return TEMPLATES[name]

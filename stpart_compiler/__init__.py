@@ -1,0 +1,36 @@
+"""Automatic parallelism in space and time for PyTorch models."""
+
+from stpart_compiler.capture import GraphBreakError
+from stpart_compiler.compile import compile_model
+from stpart_compiler.compiled import CompiledModel, load_compiled
+from stpart_compiler.cost_models.cluster import Cluster, load_cluster, presets
+from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.plan import Plan
+from stpart_compiler.passes.solve import InfeasibleError, SolverOptions
+from stpart_compiler.passes.templates import templates
+from stpart_compiler.passes.verify import VerificationError
+from stpart_compiler.runtime.checkpoint import load_checkpoint, save_checkpoint
+from stpart_compiler.runtime.clip import clip_grad_norm_
+from stpart_compiler.runtime.engine import CommTimeoutError
+from stpart_compiler.runtime.runner import StepResult
+
+__all__ = [
+    "Cluster",
+    "CommTimeoutError",
+    "CompiledModel",
+    "GraphBreakError",
+    "InfeasibleError",
+    "Mesh",
+    "Plan",
+    "SolverOptions",
+    "StepResult",
+    "VerificationError",
+    "clip_grad_norm_",
+    "compile_model",
+    "load_checkpoint",
+    "load_cluster",
+    "load_compiled",
+    "presets",
+    "save_checkpoint",
+    "templates",
+]

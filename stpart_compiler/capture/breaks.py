@@ -1,0 +1,85 @@
+"""Say in the user's terms why a model could not be captured."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+
+from stpart_compiler.capture.types import GraphBreakError
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = os.path.dirname(__file__) + os.sep
+# Dynamo says so where the model's own code raised; anything else is a construct that it cannot trace.
+_MODEL_RAISED = ("RuntimeError when making fake tensor call", "Observed exception")
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+_FIX = (
+    "capture needs one graph: replace the construct by tensor operations of static shape (torch.where, masks), "
+    "move it out of forward, or decide it from Python values that do not depend on tensor data"
+)
+
+
+def retry_or_explain(error: Exception, step: nn.Module, inputs: Sequence[torch.Tensor], mode: FakeTensorMode) -> None:
+    """Return if tracing may succeed now; else raise the model's own exception, or a GraphBreakError.
+
+    Tracing may succeed once dataclasses of the model's output, if not known to pytree, are registered there. Runs the
+    model on fakes, without a tracer around it.
+    """
+    try:
+        with mode:
+            output = step(*inputs)
+    except Exception as own:
+        if not any(reason in str(error) for reason in _MODEL_RAISED) or isinstance(own, _DATA_DEPENDENT):
+            raise graph_break(error) from error
+        own.add_note("capture: the model raised this on the example inputs, before anything was compiled")
+        raise own from None
+    if not register_dataclasses(output):
+        raise graph_break(error) from error
+
+
+def register_dataclasses(output: Any) -> bool:
+    """Make the dataclasses in a nest known to pytree; whether there were any new ones."""
+    found = False
+    while unknown := {type(leaf) for leaf in pytree.tree_leaves(output) if dataclasses.is_dataclass(leaf)}:
+        found = True
+        for cls in sorted(unknown, key=lambda cls: cls.__qualname__):
+            torch.export.register_dataclass(cls)
+    return found
+
+
+def graph_break(error: Exception) -> GraphBreakError:
+    """The error for a construct that stops the tracer: where it stands, what it is, what to do."""
+    stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if not frame.filename.startswith((_TORCH, _OWN))]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the model"
+    code = f" in `{frames[-1].line}`" if frames and frames[-1].line else ""
+    reason = re.split(r"\n\s*(?:Hint|Developer debug context|Caused by|from user code)", str(error))[0].strip()
+    return GraphBreakError(f"{where}: the model cannot be captured as one graph{code}: {reason}\n{_FIX}")
+
+
+def refuse_dynamic_shapes(graph: fx.GraphModule) -> None:
+    """Raise GraphBreakError at the first op whose result's shape, or whose value, depends on tensor data."""
+    for node in graph.graph.nodes:
+        if node.meta.get("unbacked_bindings") or isinstance(node.meta.get("example_value"), torch.SymInt):
+            raise GraphBreakError(
+                f"{_place(node)}: `{node.name}` ({node.target}) gives a Python number or a shape that depends on "
+                f"tensor data\n{_FIX}"
+            )
+
+
+def _place(node: fx.Node) -> str:
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(file, line) for file, line in lines if not file.startswith((_TORCH, _OWN))]
+    return ":".join(own[-1]) if own else "the model"

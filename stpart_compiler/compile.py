@@ -1,0 +1,186 @@
+"""`compile_model`: a model, example inputs and a mesh -> a plan and verified per-rank programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stpart_compiler.capture import Captured, capture
+from stpart_compiler.compiled import CompiledModel
+from stpart_compiler.cost_models.cluster import Cluster, load_cluster
+from stpart_compiler.cost_models.sizes import format_bytes, parse_bytes
+from stpart_compiler.inspect.dump import Dumper
+from stpart_compiler.ir.mesh import Mesh, parse_mesh
+from stpart_compiler.ir.plan import Plan
+from stpart_compiler.passes.build_programs import BuildPrograms, Programs, peak_of
+from stpart_compiler.passes.decompose import Decompose
+from stpart_compiler.passes.make_plan import MakePlan, check_plan
+from stpart_compiler.passes.propagate import Annotated, Propagate
+from stpart_compiler.passes.solve import InfeasibleError, SolverOptions
+from stpart_compiler.passes.space import Costs
+from stpart_compiler.passes.templates import template as named_template
+from stpart_compiler.runtime.agree import agree_on_plan, check_world
+
+MEMORY_ROUNDS = 5
+"""How often the solver's memory estimate is corrected by the exact one of the generated programs."""
+
+Progress = Callable[[str], None]
+
+
+def compile_model(
+    model: nn.Module,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Any,
+    memory_limit: int | str | None = None,
+    cluster: str | Path | Cluster | None = None,
+    template: str | None = None,
+    plan: Plan | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    training: bool = True,
+    solver: SolverOptions | None = None,
+    device: torch.device | str = "cpu",
+    dump_dir: str | Path | None = None,
+    progress: Progress | None = None,
+) -> CompiledModel:
+    """Trace one step of `model`, choose a plan for `mesh`, and generate a verified program per rank.
+
+    Args:
+        model: may be on the meta device for planning. Not changed.
+        example_args, example_kwargs: global inputs (real or meta tensors); they fix shapes and dtypes.
+        mesh: `4`, `(2, 2)`, `{"r": 2, "c": 2}` or a torch DeviceMesh.
+        memory_limit: bytes or a text such as "16GiB", per rank; None: the cluster device's memory.
+        cluster: preset name, path of a TOML, or Cluster; None: a generic preset of the device type.
+        template: None solves; else one of `templates()`, the named plan.
+        plan: use this plan, made before for the same model and mesh.
+        loss_fn: takes the model's output, gives a scalar; traced into the step.
+        training: False compiles forward alone.
+        solver: seed, time limit, gap, workers, optimizer.
+        device: type of the ranks' devices.
+        dump_dir: write what each pass made there, numbered.
+        progress: called with a line of text as the work goes on.
+
+    Raises:
+        ValueError: a bad mesh, limit, cluster, template or plan; the message says what was expected.
+        GraphBreakError: the model cannot be captured as one graph.
+        InfeasibleError: no plan fits in the memory limit.
+    """
+    say = progress or (lambda text: None)
+    options = solver or SolverOptions()
+    asked = parse_mesh(mesh)
+    check_world(asked)
+    device = torch.device(device)
+    prices = load_cluster(cluster, device.type)
+    limit = parse_bytes(memory_limit) if memory_limit is not None else prices.device.memory
+    grid = _grid(asked, template, plan)
+    prices.check_mesh(grid)
+    dumper = Dumper(dump_dir)
+    say("capture")
+    captured = capture(model, tuple(example_args), dict(example_kwargs or {}), loss_fn=loss_fn, training=training)
+    graph = annotate(captured, dumper)
+    say(f"propagate: {len(graph.ops)} ops in {len(graph.classes)} classes")
+    costs = Costs(prices, grid)
+
+    def solve() -> tuple[Plan, Programs]:
+        if plan is not None:
+            check_plan(plan, graph, asked)
+            return _checked(plan, graph, costs, limit, options, device, say)
+        return _search(graph, costs, limit, options, template, device, say)
+
+    decided, programs = agree_on_plan(solve, lambda p: _checked(p, graph, costs, limit, options, device, say))
+    dumper.plan(decided)
+    dumper.programs(programs.artifacts)
+    return CompiledModel(decided, programs.interface, programs.artifacts, graph, programs.placement, model)
+
+
+def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:
+    """Normalize and propagate: decomposed graph with a refined rule per op."""
+    dumper = dumper or Dumper(None)
+    dumper.graph("capture", captured.gm)
+    captured = dataclasses.replace(captured, gm=Decompose().apply(captured.gm))
+    dumper.graph("decompose", captured.gm)
+    graph = Propagate().apply(captured)
+    dumper.annotated(graph)
+    return graph
+
+
+def _grid(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
+    """The mesh as the solver sees it: a template of 2-D maps needs an axis of square size written as two."""
+    if plan is not None:
+        return plan.mesh
+    if name is None:
+        return mesh
+    chosen = named_template(name)
+    if chosen.applies(mesh) is None:
+        return mesh
+    for axis, size in mesh.size.items():
+        root = math.isqrt(size)
+        if root > 1 and root * root == size:
+            return mesh.factored(axis, (root, root))
+    return mesh
+
+
+def _search(
+    graph: Annotated,
+    costs: Costs,
+    limit: int,
+    options: SolverOptions,
+    name: str | None,
+    device: torch.device,
+    say: Progress,
+) -> tuple[Plan, Programs]:
+    """Solve, generate, and compare the exact peak with the limit; where it is over, solve again with less room."""
+    room = limit
+    for _ in range(MEMORY_ROUNDS):
+        plan = MakePlan(costs, options, room, name).apply(graph, say)
+        programs = BuildPrograms(costs.link, device).apply(graph, plan, say)
+        over = _record_memory(plan, programs, options) - limit
+        if over <= 0:
+            return plan, programs
+        say(f"the programs' peak is {format_bytes(over)} over the limit: solving again with less room")
+        room -= over + limit // 200
+        if room <= 0:
+            break
+    raise _over_limit(plan, limit)
+
+
+def _checked(
+    plan: Plan,
+    graph: Annotated,
+    costs: Costs,
+    limit: int,
+    options: SolverOptions,
+    device: torch.device,
+    say: Progress,
+) -> tuple[Plan, Programs]:
+    """Programs of a given plan, if they fit."""
+    programs = BuildPrograms(costs.link, device).apply(graph, plan, say)
+    if _record_memory(plan, programs, options) > limit:
+        raise _over_limit(plan, limit)
+    return plan, programs
+
+
+def _record_memory(plan: Plan, programs: Programs, options: SolverOptions) -> int:
+    """Write the exact memory of the programs into the plan; returns the peak with optimizer state."""
+    step, _ = peak_of(programs)
+    state = programs.optimizer_bytes(options.optimizer)
+    plan.memory |= {"step peak": step, "optimizer state": state, "peak": step + state}
+    return step + state
+
+
+def _over_limit(plan: Plan, limit: int) -> InfeasibleError:
+    least = plan.memory["peak"]
+    return InfeasibleError(
+        f"memory_limit: {format_bytes(limit)} per rank is too small; the leanest programs found need"
+        f" {format_bytes(least)} ({least} bytes): {format_bytes(plan.memory['step peak'])} for parameters, activations"
+        f" and gradients at the peak of the step, {format_bytes(plan.memory['optimizer state'])} of optimizer state."
+        " Raise the limit, use more ranks, or a smaller batch",
+        least,
+    )

@@ -1,0 +1,211 @@
+"""What `compile_model` returns: the plan, the programs of every rank, and ways to run, save and look at them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from stpart_compiler.inspect.text import dump_annotated, plan_table, to_dot
+from stpart_compiler.ir.artifact import Interface, RankArtifact
+from stpart_compiler.ir.plan import Plan
+from stpart_compiler.passes.codegen import Placement
+from stpart_compiler.passes.emit_fx import emit_fx
+from stpart_compiler.passes.propagate import Annotated
+from stpart_compiler.runtime.agree import local_engine
+from stpart_compiler.runtime.materialize import materialize
+from stpart_compiler.runtime.rank_module import RankModule
+from stpart_compiler.runtime.runner import StepResult, run_in_process
+
+Initializer = Callable[[str, torch.Tensor], object]
+
+
+@dataclass(frozen=True)
+class RankModules:
+    """Forward and backward GraphModules of one rank; `.forward.code` is readable Python. No backward: inference."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+
+
+class CompiledModel:
+    """A plan with the verified programs of all ranks.
+
+    Parameters come from the model that was compiled, from a state dict (`load_state_dict`), or, for a meta model, from an
+    initializer (`initialize`); each rank takes its blocks.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        interface: Interface,
+        artifacts: list[RankArtifact],
+        graph: Annotated | None,
+        placement: Placement | None,
+        model: nn.Module | None,
+    ) -> None:
+        self.plan = plan
+        self.interface = interface
+        self.artifacts = artifacts
+        self._graph = graph
+        self._placement = placement
+        self._model = model
+        self._state: Mapping[str, torch.Tensor] | None = None
+        self._initializer: Initializer | None = None
+        self._programs: dict[int, RankModules] = {}
+
+    def __repr__(self) -> str:
+        return f"CompiledModel({self.plan.summary()})"
+
+    @property
+    def world_size(self) -> int:
+        return self.interface.mesh.world_size
+
+    def program(self, rank: int) -> RankModules:
+        """Forward and backward GraphModules of a rank.
+
+        Raises:
+            ValueError: no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank: {rank} is not in 0..{self.world_size - 1}, the ranks of mesh {self.interface.mesh}")
+        if rank not in self._programs:
+            artifact = self.artifacts[rank]
+            backward = emit_fx(artifact.backward) if artifact.backward is not None else None
+            self._programs[rank] = RankModules(emit_fx(artifact.forward), backward)
+        return self._programs[rank]
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take parameters and buffers from whole tensors under the model's own names."""
+        self._state = state
+
+    def initialize(self, initializer: Initializer) -> None:
+        """Fill parameters by `initializer(name, whole_tensor)`, one whole tensor at a time."""
+        self._initializer = initializer
+
+    def local_state(
+        self, rank: int, device: torch.device | str = "cpu"
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Local parameters and buffers of a rank, as new tensors."""
+        return materialize(
+            self.interface,
+            rank,
+            model=self._model if self._state is None and self._initializer is None else None,
+            state_dict=self._state,
+            initializer=self._initializer,
+            device=device,
+        )
+
+    def rank_module(self, rank: int, engine: Any = None, device: torch.device | str = "cpu") -> RankModule:
+        """Module of a rank: local parameters, differentiable forward. It runs once given an engine (`local_module`)."""
+        programs = self.program(rank)
+        params, buffers = self.local_state(rank, device)
+        return RankModule(self.artifacts[rank], programs.forward, programs.backward, params, buffers, engine)
+
+    def local_module(self, timeout_s: float = 600.0, device: torch.device | str | None = None) -> RankModule:
+        """Module of this process's rank, inside torchrun or an initialised process group.
+
+        Raises:
+            RuntimeError: no process group, another world size, or the ranks do not hold the same plan.
+        """
+        engine = local_engine(self.interface, timeout_s)
+        return self.rank_module(engine.rank, engine, device if device is not None else "cpu")
+
+    def run_in_process(self, *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> StepResult:
+        """One step of all ranks in this process, a thread and a real gloo group each, on the global inputs."""
+        states = [self.local_state(rank) for rank in range(self.world_size)]
+        programs = [self.program(rank) for rank in range(self.world_size)]
+        return run_in_process(
+            self.artifacts,
+            [(p.forward, p.backward) for p in programs],
+            [params for params, _ in states],
+            [buffers for _, buffers in states],
+            args,
+            kwargs,
+            timeout_s=timeout_s,
+        )
+
+    def dump(self) -> str:
+        """The annotated joint graph, one value a line."""
+        graph, placement = self._annotated()
+        return dump_annotated(graph, placement)
+
+    def dot(self) -> str:
+        """DOT text of the annotated graph."""
+        graph, placement = self._annotated()
+        return to_dot(graph, placement)
+
+    def table(self) -> str:
+        """The plan per module: strategy, layouts, bytes moved, cost."""
+        return plan_table(self.plan)
+
+    def _annotated(self) -> tuple[Annotated, Placement]:
+        if self._graph is None or self._placement is None:
+            raise RuntimeError("dump: a loaded model holds programs only; compile it to look at its joint graph")
+        return self._graph, self._placement
+
+    def save(self, directory: str | Path) -> None:
+        """Write the plan, all ranks' programs and their parameters; `load_compiled` reads them back."""
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "plan.json").write_text(self.plan.to_json())
+        (path / "meta.json").write_text(json.dumps({"ranks": self.world_size, "torch": torch.__version__}))
+        for artifact in self.artifacts:
+            with (path / f"rank{artifact.rank}.programs").open("wb") as file:
+                pickle.dump(artifact, file)
+            if self._has_values():
+                torch.save(self.local_state(artifact.rank), path / f"rank{artifact.rank}.pt")
+
+    def _has_values(self) -> bool:
+        if self._state is not None or self._initializer is not None:
+            return True
+        return self._model is not None and all(not p.is_meta for p in self._model.parameters())
+
+
+class LoadedModel(CompiledModel):
+    """A compiled model read from a directory: parameters come from the saved blocks."""
+
+    def __init__(self, plan: Plan, artifacts: list[RankArtifact], directory: Path) -> None:
+        super().__init__(plan, artifacts[0].interface, artifacts, None, None, None)
+        self._directory = directory
+
+    def local_state(
+        self, rank: int, device: torch.device | str = "cpu"
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        path = self._directory / f"rank{rank}.pt"
+        if self._state is not None or self._initializer is not None or not path.exists():
+            return super().local_state(rank, device)
+        params, buffers = torch.load(path, map_location=device)
+        return params, buffers
+
+    def _has_values(self) -> bool:
+        return (self._directory / "rank0.pt").exists() or super()._has_values()
+
+
+def load_compiled(directory: str | Path) -> CompiledModel:
+    """Read what `CompiledModel.save` wrote.
+
+    Only load directories you trust: programs are stored with pickle.
+
+    Raises:
+        ValueError: no compiled model there, or one made with another torch version.
+    """
+    path = Path(directory)
+    if not (path / "meta.json").exists():
+        raise ValueError(f"load_compiled: {path} holds no compiled model (meta.json is missing); give a directory that save() wrote")
+    meta = json.loads((path / "meta.json").read_text())
+    if meta["torch"] != torch.__version__:
+        raise ValueError(
+            f"load_compiled: {path} was made with torch {meta['torch']}, this is torch {torch.__version__}; compile again"
+        )
+    artifacts = []
+    for rank in range(meta["ranks"]):
+        with (path / f"rank{rank}.programs").open("rb") as file:
+            artifacts.append(pickle.load(file))
+    return LoadedModel(Plan.from_json((path / "plan.json").read_text()), artifacts, path)

@@ -1,0 +1,1 @@
+"""Views of plans and programs for people: text dumps, tables and graphs."""

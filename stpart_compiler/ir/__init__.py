@@ -1,0 +1,1 @@
+"""Types of the compiler: mesh, layout, space-time map, factor rule, plan and program."""

@@ -1,0 +1,84 @@
+"""What compilation hands to the runtime: the programs of one rank, and what their inputs and outputs mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+from stpart_compiler.ir.layout import Layout
+from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.program import RankProgram
+
+Port = tuple[str, int | str]
+"""("param", name), ("buffer", name), ("input", flat index), ("constant", name), ("saved", k), ("tangent", flat output
+index), ("output", flat output index), ("grad", param name)."""
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """A parameter or buffer of the model: global shape, where it rests, and its other names if it is tied."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+    requires_grad: bool
+    used: bool
+    persistent: bool = True
+
+
+@dataclass(frozen=True)
+class InputSlot:
+    """A leaf of (args, kwargs): a global tensor of fixed shape and dtype, or a constant that must be equal at run time."""
+
+    path: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    constant: object = None
+
+
+@dataclass(frozen=True)
+class OutputSlot:
+    """A leaf of the model's output. `is_tensor` False: the constant is returned as it was traced."""
+
+    is_tensor: bool
+    constant: object = None
+    differentiable: bool = False
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Meaning of the programs' inputs and outputs; equal on all ranks."""
+
+    mesh: Mesh
+    params: tuple[TensorSlot, ...]
+    buffers: tuple[TensorSlot, ...]
+    inputs: tuple[InputSlot, ...]
+    outputs: tuple[OutputSlot, ...]
+    in_spec: TreeSpec
+    out_spec: TreeSpec
+    loss_index: int | None
+    forward_inputs: tuple[Port, ...]
+    forward_outputs: tuple[Port, ...]
+    backward_inputs: tuple[Port, ...]
+    backward_outputs: tuple[Port, ...]
+    groups: tuple[tuple[int, ...], ...]
+    channels: int
+    plan_digest: str
+    training: bool
+
+
+@dataclass
+class RankArtifact:
+    """Everything one rank runs. `constants`: tensors traced into the graph."""
+
+    rank: int
+    interface: Interface
+    forward: RankProgram
+    backward: RankProgram | None
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,188 @@
+"""A plan: the chosen strategy of every op and the layout at rest of every parameter, with what they cost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from stpart_compiler.ir.layout import Atom, Layout, digit_from_json, digit_to_json
+from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.spacetime import Strategy
+
+FORMAT = 1
+
+
+@dataclass
+class PlanRow:
+    """Cost of one op class, per step on the busiest rank: seconds of compute and transfer, bytes moved per rank."""
+
+    name: str
+    module_path: str
+    op: str
+    count: int
+    strategy: str
+    inputs: list[str]
+    outputs: list[str]
+    seconds: float
+    moved_bytes: int
+    redistribution_seconds: float
+    is_backward: bool
+    alternatives: list[tuple[str, float]] = field(default_factory=list)
+
+
+@dataclass
+class Plan:
+    """Chosen strategies and layouts, reproducible from JSON.
+
+    `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank.
+    """
+
+    mesh: Mesh
+    graph_digest: str
+    torch_version: str
+    template: str | None
+    strategies: dict[str, Strategy]
+    params: dict[str, Layout]
+    rows: list[PlanRow]
+    seconds: float
+    bound_seconds: float
+    memory: dict[str, int]
+    yardsticks: dict[str, float]
+    replicated_ops: list[str]
+    solver: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """Proven relative distance to the best plan of the space."""
+        return 0.0 if self.seconds <= 0 else max(0.0, 1 - self.bound_seconds / self.seconds)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what decides the programs: mesh, graph, strategies and parameter layouts."""
+        data = self._decisions()
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    def _decisions(self) -> dict[str, Any]:
+        return {
+            "mesh": list(self.mesh.to_dict().items()),
+            "graph": self.graph_digest,
+            "strategies": {name: strategy_to_json(s) for name, s in self.strategies.items()},
+            "params": {name: layout_to_json(layout) for name, layout in self.params.items()},
+        }
+
+    def to_json(self) -> str:
+        """The whole plan as text; `from_json` gives it back."""
+        data = self._decisions() | {
+            "format": FORMAT,
+            "torch": self.torch_version,
+            "template": self.template,
+            "rows": [row.__dict__ for row in self.rows],
+            "seconds": self.seconds,
+            "bound_seconds": self.bound_seconds,
+            "memory": self.memory,
+            "yardsticks": self.yardsticks,
+            "replicated_ops": self.replicated_ops,
+            "solver": self.solver,
+        }
+        return json.dumps(data, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Plan from `to_json` text.
+
+        Raises:
+            ValueError: the text is no plan, or of another format version.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"plan: not JSON ({error}); expected the text that Plan.to_json() wrote") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"plan: expected a plan of format {FORMAT}, got {found!r}; make the plan anew")
+        return Plan(
+            mesh=Mesh(tuple(a for a, _ in data["mesh"]), tuple(n for _, n in data["mesh"])),
+            graph_digest=data["graph"],
+            torch_version=data["torch"],
+            template=data["template"],
+            strategies={name: strategy_from_json(s) for name, s in data["strategies"].items()},
+            params={name: layout_from_json(layout) for name, layout in data["params"].items()},
+            rows=[_row(row) for row in data["rows"]],
+            seconds=data["seconds"],
+            bound_seconds=data["bound_seconds"],
+            memory=data["memory"],
+            yardsticks=data["yardsticks"],
+            replicated_ops=data["replicated_ops"],
+            solver=data["solver"],
+        )
+
+    def summary(self) -> str:
+        """A few lines: mesh, predicted time and memory, proven gap, ratio to each yardstick."""
+        name = f"template {self.template}" if self.template else "solved"
+        lines = [
+            f"plan ({name}) on mesh {self.mesh}, digest {self.digest[:12]}",
+            f"  predicted step {self.seconds * 1e3:.3f} ms, proven within {100 * self.gap:.1f} % of the best",
+            "  memory per rank: " + ", ".join(f"{key} {value / 2**20:.1f} MiB" for key, value in self.memory.items()),
+        ]
+        for template, seconds in sorted(self.yardsticks.items(), key=lambda item: item[1]):
+            ratio = seconds / self.seconds if self.seconds else 1.0
+            lines.append(f"  {template}: {seconds * 1e3:.3f} ms, {ratio:.2f}x this plan")
+        if self.replicated_ops:
+            lines.append(f"  ops without a rule (run whole on every rank): {', '.join(self.replicated_ops)}")
+        return "\n".join(lines)
+
+    def explain(self, name: str) -> str:
+        """Why an op (graph node or module path) is placed as it is: its layouts, cost, and the best alternatives here.
+
+        Raises:
+            KeyError: no op of that name or module path.
+        """
+        rows = [row for row in self.rows if name in (row.name, row.module_path)]
+        if not rows:
+            known = ", ".join(sorted({row.module_path for row in self.rows if row.module_path})[:20])
+            raise KeyError(f"plan: no op or module {name!r}; module paths include {known}")
+        lines = []
+        for row in rows:
+            phase = "backward" if row.is_backward else "forward"
+            lines.append(f"{row.name} ({row.op}, {row.module_path}, {phase}, x{row.count}): {row.strategy}")
+            lines.append(f"  {', '.join(row.inputs)} -> {', '.join(row.outputs)}")
+            lines.append(
+                f"  {row.seconds * 1e6:.1f} us, {row.moved_bytes} bytes moved, re-layout of operands"
+                f" {row.redistribution_seconds * 1e6:.1f} us"
+            )
+            for strategy, extra in row.alternatives:
+                lines.append(f"  instead {strategy}: {extra * 1e6:+.1f} us with all else as it is")
+        return "\n".join(lines)
+
+
+def _row(data: dict[str, Any]) -> PlanRow:
+    row = PlanRow(**data)
+    row.alternatives = [(text, float(extra)) for text, extra in row.alternatives]
+    return row
+
+
+def strategy_to_json(strategy: Strategy) -> list[Any]:
+    digits = [[digit_to_json(d) for d in factor] for factor in strategy.digits]
+    return [digits, strategy.steps, strategy.linear, [digit_to_json(d) for d in strategy.pending]]
+
+
+def strategy_from_json(data: list[Any]) -> Strategy:
+    digits, steps, linear, pending = data
+    return Strategy(
+        tuple(tuple(digit_from_json(d) for d in factor) for factor in digits),
+        steps,
+        linear,
+        tuple(digit_from_json(d) for d in pending),
+    )
+
+
+def layout_to_json(layout: Layout) -> list[Any]:
+    return [[[atom.size, [digit_to_json(d) for d in atom.digits]] for atom in dim] for dim in layout.dims]
+
+
+def layout_from_json(data: list[Any]) -> Layout:
+    return Layout(
+        tuple(tuple(Atom(size, tuple(digit_from_json(d) for d in digits)) for size, digits in dim) for dim in data)
+    )

@@ -1,0 +1,82 @@
+"""Types of the factor rules (DESIGN section 2).
+
+A rule names the loop dims (*factors*) of one op call and says of which factors each tensor dim is made. All
+strategies, layouts and block programs of the op follow from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+PARALLEL = "parallel"
+SUM = "sum"
+WHOLE = "whole"
+
+DimMap = tuple[int, ...]
+TensorMap = tuple[DimMap, ...]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A loop dim. `kind`: PARALLEL (blocks concatenate), SUM (block results add up), WHOLE (must not be cut)."""
+
+    name: str
+    size: int
+    kind: str = PARALLEL
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """Factor rule of one op call.
+
+    `inputs[i]` / `outputs[j]` map each dim of the i-th tensor operand / j-th tensor result to the factors it is made
+    of, major to minor; `()` for a dim of size one that belongs to no factor (broadcast). Operands are counted in order
+    of occurrence in (args, kwargs), lists flattened. `linear` lists maximal sets of operands in which the op is jointly
+    linear: a pending sum may pass through the operands of one such set, if all of them carry it.
+    """
+
+    factors: tuple[Factor, ...]
+    inputs: tuple[TensorMap, ...]
+    outputs: tuple[TensorMap, ...]
+    linear: tuple[frozenset[int], ...] = ()
+
+    def __post_init__(self) -> None:
+        used = {f for tensor in (*self.inputs, *self.outputs) for dim in tensor for f in dim}
+        assert used <= set(range(len(self.factors))), f"rule names factors {used} of {len(self.factors)}"
+
+    @property
+    def cuttable(self) -> tuple[int, ...]:
+        return tuple(i for i, factor in enumerate(self.factors) if factor.kind != WHOLE and factor.size > 1)
+
+    def __str__(self) -> str:
+        ins = ", ".join(_tensor_text(self, tensor) for tensor in self.inputs)
+        outs = ", ".join(_tensor_text(self, tensor) for tensor in self.outputs)
+        kinds = "".join(f"; {f.kind} {f.name}" for f in self.factors if f.kind != PARALLEL)
+        return f"({ins}) -> ({outs}){kinds}"
+
+
+def _tensor_text(rule: OpRule, tensor: TensorMap) -> str:
+    dims = []
+    for dim in tensor:
+        names = " ".join(rule.factors[f].name for f in dim)
+        dims.append(names if len(dim) == 1 else f"({names})" if dim else "1")
+    return " ".join(dims) or "scalar"
+
+
+def refined(rule: OpRule, parts: Mapping[int, tuple[int, ...]]) -> OpRule:
+    """The rule with factor `f` written as several factors of sizes `parts[f]`, major to minor, for each given `f`."""
+    factors: list[Factor] = []
+    ids: dict[int, DimMap] = {}
+    for index, factor in enumerate(rule.factors):
+        sizes = parts.get(index, (factor.size,))
+        assert math.prod(sizes) == factor.size, f"{factor} cannot be refined as {sizes}"
+        ids[index] = tuple(range(len(factors), len(factors) + len(sizes)))
+        names = [factor.name] if len(sizes) == 1 else [f"{factor.name}{i}" for i in range(len(sizes))]
+        factors += [replace(factor, name=name, size=size) for name, size in zip(names, sizes, strict=True)]
+
+    def renamed(tensor: TensorMap) -> TensorMap:
+        return tuple(tuple(new for old in dim for new in ids[old]) for dim in tensor)
+
+    return OpRule(tuple(factors), tuple(map(renamed, rule.inputs)), tuple(map(renamed, rule.outputs)), rule.linear)

@@ -1,0 +1,213 @@
+"""Space-time maps: how one op's loop dims are spread over ranks and time steps, and all that follows (DESIGN section 1).
+
+A `Strategy` gives each factor of a rule its digits. `derive` answers, from the linear forms alone: which block of each
+operand a rank holds at rest, which operands move and to whom, which are sliced locally step by step, how the results
+of the steps combine, and along which digits the output is still a pending sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from stpart_compiler.ir.layout import Atom, Digit, Layout, Range
+from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.rule import SUM, OpRule, TensorMap
+
+Shift = tuple[tuple[str, int], ...]
+
+STAY = "stay"  # operand: used as it rests; result: one step, or accumulated in place
+SLICE = "slice"  # operand: whole along the time digit, sliced locally; result: blocks of the steps are concatenated
+MOVE = "move"  # operand: the block of step t+1 comes from the rank at +shift; result: the partial sum travels
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A point of an op's space-time space. `digits[f]` cut factor f; at most one digit has time, the minor one of its factor.
+
+    `pending` digits pass through the operands `rule.linear[linear]` from inputs to outputs.
+    """
+
+    digits: tuple[tuple[Digit, ...], ...]
+    steps: int = 1
+    linear: int = -1
+    pending: tuple[Digit, ...] = ()
+
+    @property
+    def time_factor(self) -> int | None:
+        """The factor cut in time, if any."""
+        for index, digits in enumerate(self.digits):
+            if any(digit.tau for digit in digits):
+                return index
+        return None
+
+    def describe(self, rule: OpRule) -> str:
+        cuts = [
+            f"{factor.name}={'.'.join(str(d) for d in digits)}"
+            for factor, digits in zip(rule.factors, self.digits, strict=True)
+            if digits
+        ]
+        if self.pending:
+            cuts.append(f"pending {', '.join(str(d) for d in self.pending)}")
+        return ", ".join(cuts) or "replicated"
+
+
+@dataclass(frozen=True)
+class Port:
+    """One operand or result under a strategy: its layout at rest, and what it does over the time steps."""
+
+    layout: Layout
+    motion: str = STAY
+    shift: Shift = ()
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Layouts and motions of every operand and result of an op under a strategy."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+
+class InvalidStrategyError(ValueError):
+    """The forms do not compute the op: some block is missed, or a pending sum would be lost."""
+
+
+def factor_range(strategy: Strategy, rule: OpRule, mesh: Mesh, rank: int, t: int) -> tuple[Range, ...]:
+    """Per factor, the index range that `rank` computes at step `t`."""
+    coords = mesh.coords[rank]
+    return tuple(
+        Atom(factor.size, digits).range(coords, t)
+        for factor, digits in zip(rule.factors, strategy.digits, strict=True)
+    )
+
+
+@lru_cache(maxsize=200_000)
+def derive(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Derived:
+    """Ports of every operand and result.
+
+    Raises:
+        InvalidStrategyError: the strategy does not compute the op.
+    """
+    time = strategy.time_factor
+    inputs = tuple(_input_port(rule, strategy, mesh, i, time) for i in range(len(rule.inputs)))
+    outputs = tuple(_output_port(rule, strategy, mesh, tensor, time) for tensor in rule.outputs)
+    return Derived(inputs, outputs)
+
+
+def _input_port(rule: OpRule, strategy: Strategy, mesh: Mesh, index: int, time: int | None) -> Port:
+    tensor = rule.inputs[index]
+    carries = strategy.linear >= 0 and index in rule.linear[strategy.linear]
+    partial = strategy.pending if carries else ()
+    if not _has_factor(tensor, time):
+        return Port(_layout(rule, strategy, tensor, 0, partial))
+    shift = _shift(strategy, tensor, mesh)
+    if shift is None or not shift:
+        return Port(_layout(rule, strategy, tensor, None, partial), SLICE)
+    return Port(_layout(rule, strategy, tensor, 0, partial), MOVE, shift)
+
+
+def _output_port(rule: OpRule, strategy: Strategy, mesh: Mesh, tensor: TensorMap, time: int | None) -> Port:
+    if not _has_factor(tensor, time):
+        pending = _unresolved(rule, strategy, tensor, ())
+        return Port(_layout(rule, strategy, tensor, 0, (*strategy.pending, *pending)))
+    shift = _shift(strategy, tensor, mesh)
+    if shift is None or not shift:
+        pending = _unresolved(rule, strategy, tensor, ())
+        return Port(_layout(rule, strategy, tensor, None, (*strategy.pending, *pending)), SLICE)
+    pending = _unresolved(rule, strategy, tensor, shift)
+    if len(pending) == len(_summed_digits(rule, strategy, tensor)):
+        raise InvalidStrategyError(f"{strategy.describe(rule)}: the result moves though no sum is resolved on its way")
+    return Port(_layout(rule, strategy, tensor, strategy.steps - 1, (*strategy.pending, *pending)), MOVE, shift)
+
+
+def _has_factor(tensor: TensorMap, factor: int | None) -> bool:
+    return factor is not None and any(factor in dim for dim in tensor)
+
+
+def _layout(
+    rule: OpRule, strategy: Strategy, tensor: TensorMap, t: int | None, partial: tuple[Digit, ...]
+) -> Layout:
+    """Layout of a tensor with the time step fixed at `t`, or without the time digit (None)."""
+
+    def at_rest(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
+        return tuple(digit.at_rest(t or 0) for digit in digits if t is not None or not digit.tau)
+
+    dims = tuple(
+        tuple(Atom(rule.factors[f].size, at_rest(strategy.digits[f])) for f in dim) or (Atom(1),) for dim in tensor
+    )
+    return Layout(dims, partial)
+
+
+def _tensor_digits(strategy: Strategy, tensor: TensorMap) -> list[Digit]:
+    return [digit for dim in tensor for f in dim for digit in strategy.digits[f]]
+
+
+def _shift(strategy: Strategy, tensor: TensorMap, mesh: Mesh) -> Shift | None:
+    """Displacement to the rank whose block at step t is the one needed here at step t+1; None: no rank has it."""
+    return _solve_shift(tuple(_tensor_digits(strategy, tensor)), mesh)
+
+
+@lru_cache(maxsize=50_000)
+def _solve_shift(digits: tuple[Digit, ...], mesh: Mesh) -> Shift | None:
+    axes = sorted({axis for digit in digits for axis, _ in digit.coeffs}, key=mesh.axes.index)
+    candidates = itertools.product(*(_by_distance(mesh.size[axis]) for axis in axes))
+    solutions = [delta for delta in candidates if _advances(digits, dict(zip(axes, delta, strict=True)))]
+    if not solutions:
+        return None
+    best = min(solutions, key=lambda delta: (sum(1 for x in delta if x), sum(abs(x) for x in delta)))
+    return tuple((axis, x) for axis, x in zip(axes, best, strict=True) if x)
+
+
+def _by_distance(size: int) -> list[int]:
+    return sorted(range(-((size - 1) // 2), size // 2 + 1), key=lambda x: (abs(x), -x))
+
+
+def _advances(digits: tuple[Digit, ...], delta: dict[str, int]) -> bool:
+    return all((sum(c * delta[a] for a, c in digit.coeffs) - digit.tau) % digit.q == 0 for digit in digits)
+
+
+def _summed_digits(rule: OpRule, strategy: Strategy, tensor: TensorMap) -> list[Digit]:
+    present = {f for dim in tensor for f in dim}
+    return [
+        digit
+        for f, digits in enumerate(strategy.digits)
+        if f not in present and rule.factors[f].kind == SUM
+        for digit in digits
+    ]
+
+
+def _unresolved(rule: OpRule, strategy: Strategy, tensor: TensorMap, shift: Shift) -> tuple[Digit, ...]:
+    """Summed digits that do not run through all values along the path of the result."""
+    step = dict(shift)
+    resolved = 0
+    pending = []
+    for digit in _summed_digits(rule, strategy, tensor):
+        change = (digit.tau - sum(c * step.get(a, 0) for a, c in digit.coeffs)) % digit.q
+        if change and (math.gcd(change, digit.q) != 1 or strategy.steps != digit.q):
+            raise InvalidStrategyError(f"{strategy.describe(rule)}: the sum over {digit} meets only some blocks")
+        if change:
+            resolved += 1
+        else:
+            pending.append(digit.at_rest(0))
+    if resolved > 1:
+        raise InvalidStrategyError(f"{strategy.describe(rule)}: two summed dims advance together, blocks are missed")
+    return tuple(pending)
+
+
+def check_covers(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
+    """Brute force: over all ranks and steps every block of the loop nest is computed, each equally often.
+
+    Raises:
+        InvalidStrategyError: a block is missed or computed more often than another.
+    """
+    digits = [digit for factor in strategy.digits for digit in factor]
+    counts: dict[tuple[int, ...], int] = {}
+    for coords in mesh.coords:
+        for t in range(strategy.steps):
+            key = tuple(digit.value(coords, t) for digit in digits)
+            counts[key] = counts.get(key, 0) + 1
+    if len(counts) != math.prod(digit.q for digit in digits) or len(set(counts.values())) != 1:
+        raise InvalidStrategyError(f"{strategy.describe(rule)}: the forms are not independent over mesh {mesh}")

@@ -1,0 +1,1 @@
+"""Running the generated programs: communication ops, rank modules, the in-process runner, checkpoints."""

@@ -1,0 +1,96 @@
+"""What a block of an op computes where the aten op itself would not do on a block.
+
+Generated programs call these functions. Each takes local tensors and says what its share of the whole result is. A
+*span* describes a dim that is cut: one `(stride, size, low, high)` per factor of the dim, major to minor; the block
+holds the positions whose digit `(position // stride) % size` is in `low..high` (exclusive) for every factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+aten = torch.ops.aten
+
+Span = Sequence[tuple[int, int, int, int]]
+
+
+def block_mean(
+    x: torch.Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Share of a block in a mean over `dims`: its sum over the `count` elements of the whole. Shares add up."""
+    return torch.sum(x, list(dims), keepdim=keepdim, dtype=dtype) / count
+
+
+def span_length(span: Span) -> int:
+    """Number of positions in the block."""
+    return math.prod(high - low for _, _, low, high in span)
+
+
+def positions_in_block(positions: torch.Tensor, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index inside the block of each global position (0 where it is not in the block), and whether it is in the block."""
+    index = torch.zeros_like(positions)
+    inside = positions >= 0
+    for stride, size, low, high in span:
+        digit = positions.div(stride, rounding_mode="floor").remainder(size)
+        inside = inside & (digit >= low) & (digit < high)
+        index = index * (high - low) + digit - low
+    return torch.where(inside, index, 0), inside
+
+
+def block_positions(span: Span, device: torch.device | None = None) -> torch.Tensor:
+    """Global positions of the block, in order, int64 [span_length]."""
+    found = torch.zeros(1, dtype=torch.int64, device=device)
+    for stride, _, low, high in span:
+        here = torch.arange(low, high, dtype=torch.int64, device=device) * stride
+        found = (found[:, None] + here).reshape(-1)
+    return found
+
+
+def arange_block(start: float, step: float, span: Span, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """Block of `arange(start, ..., step)`."""
+    positions = block_positions(span, device)
+    return (positions * step + start).to(dtype)
+
+
+def embedding_block(weight: torch.Tensor, indices: torch.Tensor, span: Span) -> torch.Tensor:
+    """Rows of a block of the embedding table; zeros for indices outside the block. Shares add up.
+
+    weight [block, hidden], indices [...] -> [..., hidden].
+    """
+    if weight.shape[0] == 0:
+        return weight.new_zeros((*indices.shape, weight.shape[1]))
+    index, inside = positions_in_block(indices, span)
+    return torch.where(inside[..., None], torch.nn.functional.embedding(index, weight), 0)
+
+
+def embedding_backward_block(
+    grad: torch.Tensor, indices: torch.Tensor, span: Span, padding_idx: int
+) -> torch.Tensor:
+    """Gradient of a block of the embedding table. grad [..., hidden], indices [...] -> [block, hidden]."""
+    index, inside = positions_in_block(indices, span)
+    inside = inside & (indices != padding_idx)
+    kept = torch.where(inside[..., None], grad, 0)
+    if span_length(span) == 0:
+        return grad.new_zeros((0, grad.shape[-1]))
+    return aten.embedding_dense_backward(kept, index, span_length(span), -1, False)
+
+
+def gather_block(x: torch.Tensor, dim: int, indices: torch.Tensor, span: Span) -> torch.Tensor:
+    """`gather` from a block of x along `dim`; zeros for indices outside the block. Shares add up."""
+    if x.shape[dim] == 0:
+        return x.new_zeros(indices.shape)
+    index, inside = positions_in_block(indices, span)
+    return torch.where(inside, torch.gather(x, dim, index), 0)
+
+
+def mse_loss_block(x: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
+    """Share of a block in the mean squared error over `count` elements. Shares add up."""
+    return torch.sum((x - y) ** 2) / count
+
+
+def mse_loss_backward_block(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
+    """Gradient of the mean squared error over `count` elements with respect to a block of x."""
+    return grad * (2.0 / count) * (x - y)

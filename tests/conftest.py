@@ -1,0 +1,11 @@
+"""Settings shared by all tests: one thread per process, reproducible hypothesis examples."""
+
+import torch
+from hypothesis import settings
+
+# Test processes run side by side on few cores, and one thread sums in one order.
+torch.set_num_threads(1)
+
+# The first call of an op can take long (imports, tracing), so no deadline per example.
+settings.register_profile("deterministic", derandomize=True, deadline=None)
+settings.load_profile("deterministic")
