@@ -179,14 +179,14 @@ class PhaseEmitter:
         target, args, kwargs = local_call(op.call, block)
         args, kwargs = bound(args, operands), bound(kwargs, operands)
         results = op.call.results
+        kind = "view" if op.name in self.phase.views else "compute"
         if len(results) > 1 or not self.placement.graph.alias.get(op.name):
             outs = [
                 (f"{op.name}_{i}", block.out_shape(i), r.dtype) if r is not None else None for i, r in enumerate(results)
             ]
-            return self.builder.call_multi(target, args, kwargs, outs)
+            return self.builder.call_multi(target, args, kwargs, outs, kind=kind)
         only = results[0]
         assert only is not None
-        kind = "view" if op.name in self.phase.views else "compute"
         value = self.builder.call(
             target, args, kwargs, shape=block.out_shape(), dtype=only.dtype, stem=op.name, kind=kind
         )

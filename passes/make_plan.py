@@ -23,10 +23,14 @@ from stpart_compiler.passes.solve import (
     evaluate,
     memory_bytes,
 )
-from stpart_compiler.passes.space import BuildSpace, Costs, Space
-from stpart_compiler.passes.templates import TEMPLATES, Template, template
+from stpart_compiler.passes.space import BuildSpace, Costs, Restriction, Space
+from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
 
 Progress = Callable[[str], None]
+
+TEMPLATE_PATIENCE_S = 0.5
+TEMPLATE_GAP = 0.05
+"""A template is a yardstick and a first hint: its own best is not worth a long search."""
 
 ALTERNATIVES = 3
 """Number of other strategies a plan row lists."""
@@ -45,12 +49,13 @@ class MakePlan:
     options: SolverOptions
     memory_limit: int
     name: str | None = None
+    whole_parameters: bool = False
 
     def apply(self, graph: Annotated, progress: Progress = lambda text: None) -> Plan:
         if self.name is not None:
             space, problem, solution = self._template(graph, template(self.name))
             return _plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
-        space = BuildSpace(self.costs).apply(graph)
+        space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
         problem = BuildProblem(self.options).apply(space)
         yardsticks, hint = self._yardsticks(graph, space, problem, progress)
         solution = Solve(self.options, self.memory_limit).apply(problem, hint, progress)
@@ -62,9 +67,13 @@ class MakePlan:
         reason = chosen.applies(self.costs.mesh)
         if reason is not None:
             raise ValueError(f"template {chosen.name!r}: {reason}")
-        space = BuildSpace(self.costs).apply(graph, chosen.restriction)
+        space = BuildSpace(self.costs).apply(graph, self._restricted(chosen.restriction))
         problem = BuildProblem(self.options, chosen.weights_stay).apply(space)
-        return space, problem, Solve(self.options, self.memory_limit).apply(problem)
+        quick = replace(self.options, patience_s=TEMPLATE_PATIENCE_S, gap=max(self.options.gap, TEMPLATE_GAP))
+        return space, problem, Solve(quick, self.memory_limit).apply(problem)
+
+    def _restricted(self, restriction: Restriction) -> Restriction:
+        return replace(restriction, layouts=whole_layouts) if self.whole_parameters else restriction
 
     def _yardsticks(
         self, graph: Annotated, space: Space, problem: Problem, progress: Progress

@@ -16,6 +16,7 @@ Constraints:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,13 +41,14 @@ Progress = Callable[[str], None]
 class SolverOptions:
     """`time_limit_s`: seconds for CP-SAT; `gap`: stop once within this relative distance of the bound; `workers`: threads.
 
-    `optimizer`: "adamw", "momentum" or "sgd", whose state counts against the memory limit.
+    `patience_s`: stop when no better plan came for so long. `optimizer`: "adamw", "momentum" or "sgd", whose state counts against the memory limit.
     """
 
     seed: int = 0
     time_limit_s: float = 30.0
     gap: float = 0.02
     workers: int = 2
+    patience_s: float = 5.0
     optimizer: str = "adamw"
 
 
@@ -292,8 +294,9 @@ class Solve:
         if hint is not None:
             model.hint(hint)
         solver = self._solver(self.options.time_limit_s)
-        watch = _Watch(start, progress)
+        watch = _Watch(start, progress, solver, self.options.patience_s)
         status = solver.solve(model.cp, watch)
+        watch.cancel()
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             raise self._infeasible(problem)
         choice = model.read(solver)
@@ -335,15 +338,28 @@ class Solve:
 
 
 class _Watch(cp_model.CpSolverSolutionCallback):
-    """Notes when the first solution came, and reports progress."""
+    """Notes when the first solution came, reports progress, and stops a search that has stopped improving."""
 
-    def __init__(self, start: float, progress: Progress | None) -> None:
+    def __init__(
+        self, start: float, progress: Progress | None, solver: cp_model.CpSolver, patience_s: float
+    ) -> None:
         super().__init__()
         self._start = start
         self._progress = progress
+        self._solver = solver
+        self._patience_s = patience_s
+        self._timer: threading.Timer | None = None
         self.first: float | None = None
 
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
     def on_solution_callback(self) -> None:
+        self.cancel()
+        self._timer = threading.Timer(self._patience_s, self._solver.stop_search)
+        self._timer.daemon = True
+        self._timer.start()
         now = time.perf_counter() - self._start
         if self.first is None:
             self.first = now

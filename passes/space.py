@@ -226,7 +226,8 @@ def _following(
     itemsize = graph.values[key].dtype.itemsize
     table: dict[Layout, int] = {}
     for layout, _ in produced:
-        if layout.partial and not (single and _passes(own, lead, layout)):
+        exact = sum(1 for derived in own.derived if derived.inputs[lead].layout == layout)
+        if exact > 1 or (layout.partial and not (single and exact)):
             return None
         table[layout] = _best_for(own, lead, layout, itemsize, costs)
     return _grouped(own, root, produced, table)
@@ -251,10 +252,6 @@ def _produced(
     for derived, members in zip(source.derived, source.members, strict=True):
         merged.setdefault(derived.outputs[key[1]].layout, []).extend(members)
     return source.root, list(merged.items())
-
-
-def _passes(own: Choices, lead: int, layout: Layout) -> bool:
-    return any(derived.inputs[lead].layout == layout for derived in own.derived)
 
 
 def _best_for(own: Choices, lead: int, layout: Layout, itemsize: int, costs: Costs) -> int:

@@ -107,7 +107,8 @@ def _primepar(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     return all(port.motion == MOVE for port in derived.inputs) and derived.outputs[0].motion == STAY
 
 
-def _replicated(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+def whole_layouts(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+    """Every rank holds the parameter whole."""
     return [layout for layout in layouts if layout.is_replicated]
 
 
@@ -140,7 +141,7 @@ def _square(mesh: Mesh) -> str | None:
 
 _ALL = (
     Template(
-        "data", "batch cut over all ranks, parameters replicated", Restriction(_data, _replicated), _always
+        "data", "batch cut over all ranks, parameters replicated", Restriction(_data, whole_layouts), _always
     ),
     Template(
         "zero3", "batch cut over all ranks, parameters sharded and gathered for use", Restriction(_data, _fully_sharded), _always

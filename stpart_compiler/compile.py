@@ -33,6 +33,13 @@ MEMORY_ROUNDS = 5
 Progress = Callable[[str], None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Restrictions:
+    """Limits on the plan. `whole_parameters`: every rank holds every parameter whole."""
+
+    whole_parameters: bool = False
+
+
 def compile_model(
     model: nn.Module,
     example_args: Sequence[Any] = (),
@@ -49,6 +56,7 @@ def compile_model(
     device: torch.device | str = "cpu",
     dump_dir: str | Path | None = None,
     progress: Progress | None = None,
+    restrictions: Restrictions | None = None,
 ) -> CompiledModel:
     """Trace one step of `model`, choose a plan for `mesh`, and generate a verified program per rank.
 
@@ -66,6 +74,7 @@ def compile_model(
         device: type of the ranks' devices.
         dump_dir: write what each pass made there, numbered.
         progress: called with a line of text as the work goes on.
+        restrictions: limits on the plan.
 
     Raises:
         ValueError: a bad mesh, limit, cluster, template or plan; the message says what was expected.
@@ -86,15 +95,15 @@ def compile_model(
     captured = capture(model, tuple(example_args), dict(example_kwargs or {}), loss_fn=loss_fn, training=training)
     graph = annotate(captured, dumper)
     say(f"propagate: {len(graph.ops)} ops in {len(graph.classes)} classes")
-    costs = Costs(prices, grid)
+    search = Search(graph, Costs(prices, grid), limit, options, template, restrictions or Restrictions(), device, say)
 
     def solve() -> tuple[Plan, Programs]:
         if plan is not None:
             check_plan(plan, graph, asked)
-            return _checked(plan, graph, costs, limit, options, device, say)
-        return _search(graph, costs, limit, options, template, device, say)
+            return search.checked(plan)
+        return search.run()
 
-    decided, programs = agree_on_plan(solve, lambda p: _checked(p, graph, costs, limit, options, device, say))
+    decided, programs = agree_on_plan(solve, search.checked)
     dumper.plan(decided)
     dumper.programs(programs.artifacts)
     return CompiledModel(decided, programs.interface, programs.artifacts, graph, programs.placement, model)
@@ -127,44 +136,44 @@ def _grid(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
     return mesh
 
 
-def _search(
-    graph: Annotated,
-    costs: Costs,
-    limit: int,
-    options: SolverOptions,
-    name: str | None,
-    device: torch.device,
-    say: Progress,
-) -> tuple[Plan, Programs]:
-    """Solve, generate, and compare the exact peak with the limit; where it is over, solve again with less room."""
-    room = limit
-    for _ in range(MEMORY_ROUNDS):
-        plan = MakePlan(costs, options, room, name).apply(graph, say)
-        programs = BuildPrograms(costs.link, device).apply(graph, plan, say)
-        over = _record_memory(plan, programs, options) - limit
-        if over <= 0:
-            return plan, programs
-        say(f"the programs' peak is {format_bytes(over)} over the limit: solving again with less room")
-        room -= over + limit // 200
-        if room <= 0:
-            break
-    raise _over_limit(plan, limit)
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Solve, generate, and compare the exact peak with the limit."""
 
+    graph: Annotated
+    costs: Costs
+    limit: int
+    options: SolverOptions
+    template: str | None
+    restrictions: Restrictions
+    device: torch.device
+    say: Progress
 
-def _checked(
-    plan: Plan,
-    graph: Annotated,
-    costs: Costs,
-    limit: int,
-    options: SolverOptions,
-    device: torch.device,
-    say: Progress,
-) -> tuple[Plan, Programs]:
-    """Programs of a given plan, if they fit."""
-    programs = BuildPrograms(costs.link, device).apply(graph, plan, say)
-    if _record_memory(plan, programs, options) > limit:
-        raise _over_limit(plan, limit)
-    return plan, programs
+    def run(self) -> tuple[Plan, Programs]:
+        """Where the programs' exact peak is over the limit, solve again with less room."""
+        room = self.limit
+        for _ in range(MEMORY_ROUNDS):
+            maker = MakePlan(self.costs, self.options, room, self.template, self.restrictions.whole_parameters)
+            plan = maker.apply(self.graph, self.say)
+            programs = self._build(plan)
+            over = _record_memory(plan, programs, self.options) - self.limit
+            if over <= 0:
+                return plan, programs
+            self.say(f"the programs' peak is {format_bytes(over)} over the limit: solving again with less room")
+            room -= over + self.limit // 200
+            if room <= 0:
+                break
+        raise _over_limit(plan, self.limit)
+
+    def checked(self, plan: Plan) -> tuple[Plan, Programs]:
+        """Programs of a given plan, if they fit."""
+        programs = self._build(plan)
+        if _record_memory(plan, programs, self.options) > self.limit:
+            raise _over_limit(plan, self.limit)
+        return plan, programs
+
+    def _build(self, plan: Plan) -> Programs:
+        return BuildPrograms(self.costs.link, self.device).apply(self.graph, plan, self.say)
 
 
 def _record_memory(plan: Plan, programs: Programs, options: SolverOptions) -> int:

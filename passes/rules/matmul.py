@@ -41,11 +41,10 @@ def added_product(call: OpCall) -> OpRule:
 @rule(aten.mv.default)
 def matrix_vector(call: OpCall) -> OpRule:
     """(m n, n) -> (m), sum n."""
+    rows, columns = call.operands[0].shape
     factors = Factors()
-    m, n = (factors.add(size, kind, name) for size, kind, name in zip(
-        call.operands[0].shape, ("parallel", SUM), "mn", strict=True
-    ))
-    return factors.rule((((m,), (n,)), ((n,),)), (((m,),),), BILINEAR)
+    m, n = (factors.add(rows, name="m"),), (factors.add(columns, SUM, "n"),)
+    return factors.rule(((m, n), (n,)), ((m,),), BILINEAR)
 
 
 @rule(aten.dot.default)

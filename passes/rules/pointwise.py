@@ -29,6 +29,7 @@ LinearSets = tuple[tuple[int, ...], ...]
     aten.where.ScalarOther,
     aten.where.ScalarSelf,
     aten.where.Scalar,
+    aten.masked_fill.Tensor,
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,

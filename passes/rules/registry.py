@@ -1,7 +1,8 @@
 """Registry of factor rules and block programs.
 
-`@rule(op, ...)` registers a function `OpCall -> OpRule` (None: no rule for this call). `@localized(op, ...)` registers
-how the op is run on one block when its non-tensor arguments depend on sizes; without one the arguments stay as they are.
+`@rule(op, ...)` registers a function `OpCall -> OpRule` (None: no rule for this call), `@tagged(tag)` one for all ops
+with a tag. `@localized(op, ...)` registers how the op is run on one block when its non-tensor arguments depend on
+sizes; without one the arguments stay as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class OpCall:
-    """One op call of the graph: `args`/`kwargs` as in the graph with `Operand`s for tensors; `results` per output"""
+    """One op call of the graph: `args` and `kwargs` as there, with `Operand`s for tensors."""
 
     target: Any
     args: tuple[Any, ...]
@@ -157,6 +158,8 @@ def rule_of(call: OpCall) -> OpRule | None:
 
 def _tagged_rule(target: Any) -> RuleFn | None:
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return None
+    if torch.Tag.nondeterministic_seeded in target.tags:  # blocks would not draw what the whole op draws
         return None
     return next((fn for tag, fn in TAGGED.items() if tag in target.tags), None)
 

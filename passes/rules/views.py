@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -48,8 +49,8 @@ def matched(factors: Factors, source: Shape, target: Shape) -> tuple[TensorMap, 
     for ins, outs in _groups(source, target):
         sizes, other = [source[i] for i in ins], [target[i] for i in outs]
         bounds = sorted(_boundaries(sizes) | _boundaries(other), reverse=True)
-        if all(minor and major % minor == 0 for major, minor in zip(bounds, bounds[1:], strict=False)):
-            atoms = [factors.add(major // minor) for major, minor in zip(bounds, bounds[1:], strict=False)]
+        if all(minor and major % minor == 0 for major, minor in itertools.pairwise(bounds)):
+            atoms = [factors.add(major // minor) for major, minor in itertools.pairwise(bounds)]
             maps = [_covering(factors, atoms, shape) for shape in (sizes, other)]
         else:
             maps = [[(factors.add(size, WHOLE),) for size in shape] for shape in (sizes, other)]

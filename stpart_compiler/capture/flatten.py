@@ -236,8 +236,7 @@ def _annotate(captured: Captured) -> None:
         depends = any(arg.meta["is_backward"] for arg in node.all_input_nodes)
         node.meta["is_backward"] = node.op != "output" and (depends or node.name in tangents)
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        entries = [module_path(entry[0]) for entry in stack.values()]
-        node.meta["module_path"] = entries[-1] if entries else ""
+        node.meta["module_path"] = module_path(next(reversed(stack.values()))[0]) if stack else ""
     owners = {info.node: info.name.rpartition(".")[0] for info in (*captured.params, *captured.buffers)}
     for node in captured.gm.graph.find_nodes(op="placeholder"):
         node.meta["module_path"] = owners.get(node.name, "")

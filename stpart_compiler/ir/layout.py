@@ -43,7 +43,7 @@ class Digit:
         return Digit(self.coeffs, self.q, 0, (self.offset + self.tau * t) % self.q)
 
     def __str__(self) -> str:
-        terms: list[tuple[int, str]] = [(coeff, axis) for axis, coeff in self.coeffs]
+        terms = [(coeff, axis) for axis, coeff in sorted(self.coeffs, key=_shown_order)]
         if self.tau:
             terms.append((self.tau, "t"))
         text = ""
@@ -54,6 +54,11 @@ class Digit:
         if self.offset:
             text += f"+{self.offset}" if text else str(self.offset)
         return text or "0"
+
+
+def _shown_order(term: tuple[str, int]) -> tuple[bool, str]:
+    """Axis r, or a part of it, goes before axis c and all others, as in the default two-axis mesh."""
+    return term[0].rstrip("0123456789") != "r", term[0]
 
 
 def form(q: int, tau: int = 0, offset: int = 0, /, **coeffs: int) -> Digit:

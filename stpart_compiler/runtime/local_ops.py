@@ -30,7 +30,7 @@ def span_length(span: Span) -> int:
 
 
 def positions_in_block(positions: torch.Tensor, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index inside the block of each global position (0 where it is not in the block), and whether it is in the block."""
+    """Of each global position: its index inside the block (0 for those outside), and whether it is inside."""
     index = torch.zeros_like(positions)
     inside = positions >= 0
     for stride, size, low, high in span:
@@ -49,9 +49,13 @@ def block_positions(span: Span, device: torch.device | None = None) -> torch.Ten
     return found
 
 
-def arange_block(start: float, step: float, span: Span, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+def arange_block(
+    start: float, step: float, span: Span, dtype: torch.dtype, device: torch.device | None
+) -> torch.Tensor:
     """Block of `arange(start, ..., step)`."""
     positions = block_positions(span, device)
+    if not (isinstance(start, int) and isinstance(step, int)):
+        positions = positions.double()
     return (positions * step + start).to(dtype)
 
 
@@ -70,12 +74,13 @@ def embedding_backward_block(
     grad: torch.Tensor, indices: torch.Tensor, span: Span, padding_idx: int
 ) -> torch.Tensor:
     """Gradient of a block of the embedding table. grad [..., hidden], indices [...] -> [block, hidden]."""
+    if span_length(span) == 0:
+        return grad.new_zeros((0, grad.shape[-1]))
     index, inside = positions_in_block(indices, span)
     inside = inside & (indices != padding_idx)
     kept = torch.where(inside[..., None], grad, 0)
-    if span_length(span) == 0:
-        return grad.new_zeros((0, grad.shape[-1]))
-    return aten.embedding_dense_backward(kept, index, span_length(span), -1, False)
+    table: torch.Tensor = aten.embedding_dense_backward(kept, index, span_length(span), -1, False)
+    return table
 
 
 def gather_block(x: torch.Tensor, dim: int, indices: torch.Tensor, span: Span) -> torch.Tensor:
@@ -94,3 +99,55 @@ def mse_loss_block(x: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor
 def mse_loss_backward_block(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
     """Gradient of the mean squared error over `count` elements with respect to a block of x."""
     return grad * (2.0 / count) * (x - y)
+
+
+def causal_mask(queries: Span, keys: Span, like: torch.Tensor) -> torch.Tensor:
+    """Additive mask of a block of causal attention [queries, keys]: -inf where the key is after the query."""
+    rows, columns = block_positions(queries, like.device), block_positions(keys, like.device)
+    mask = torch.zeros(len(rows), len(columns), dtype=like.dtype, device=like.device)
+    return mask.masked_fill(rows[:, None] < columns, -math.inf)
+
+
+def attention_block(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    queries: Span | None,
+    keys: Span | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a block that may be empty; with spans of queries and keys also causal.
+
+    q [b, heads, queries, d], k and v [b, kv heads, keys, d] -> out like q, logsumexp [b, heads, queries].
+    """
+    if 0 in q.shape[:3]:
+        precision = torch.promote_types(q.dtype, torch.float32)
+        return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=precision)
+    if queries is not None and keys is not None:
+        mask = causal_mask(queries, keys, q)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    out, logsumexp = forward(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    return out, logsumexp
+
+
+def attention_backward_block(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    queries: Span | None,
+    keys: Span | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Shares of a block in dq, dk and dv, given the whole rows' output and logsumexp. Shares add up."""
+    if q.numel() == 0 or k.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if queries is not None and keys is not None:
+        mask = causal_mask(queries, keys, q)
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = backward(grad, q, k, v, out, logsumexp, 0.0, False, attn_mask=mask, scale=scale)
+    return dq, dk, dv

@@ -1,0 +1,378 @@
+"""Redistribution: the cheapest steps from one layout of a tensor to another.
+
+Every path leads through at most a few layouts on the way: what can be sliced locally is sliced, sums are reduced (at
+once or digit by digit, scattered where the target cuts along them), then blocks move, directly or by way of a gather.
+Paths depend on the cuts, not on the sizes, as long as blocks are even: they are found once for a *pattern*, in which
+each atom is as small as its cuts allow, and priced for every tensor by scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from stpart_compiler.ir.layout import Atom, Layout
+from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.placement import Box, Cuts, Pair, PairAtom, Placed, Tables, tables
+from stpart_compiler.ir.relayout import Groups, Leg, Sizes, Source, Traffic, find_leg, find_sources
+
+PLAN_ITEMSIZE = 4  # bytes an element by which paths are compared
+
+
+class StepCost(Protocol):
+    """Seconds of a communication; hashable.
+
+    kind: "exchange" or a collective. nbytes: what the busiest rank sends or receives, the larger. messages: how many.
+    """
+
+    def __call__(self, kind: str, group_size: int, nbytes: float, axes: tuple[str, ...], messages: int, /) -> float: ...
+
+
+@dataclass(frozen=True)
+class PlainCost:
+    """The same link everywhere: `latency` seconds a message, `bandwidth` bytes/s each way."""
+
+    latency: float = 10e-6
+    bandwidth: float = 10e9
+
+    def __call__(self, kind: str, group_size: int, nbytes: float, axes: tuple[str, ...], messages: int) -> float:
+        return messages * self.latency + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a redistribution.
+
+    kind: "slice" (local), "zero" (local: all but one holder of a block hold zeros, which makes it a pending sum),
+    "exchange" (pieces, point to point), "reduce_exchange" (pieces, then a local sum), "all_gather", "reduce_scatter",
+    "all_reduce", "all_to_all". `groups` of collectives hold every rank once, in the order of the blocks.
+    """
+
+    kind: str
+    source: Layout
+    target: Layout
+    groups: Groups = ()
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """Steps that bring a tensor from `source` to `target`; none where the blocks already lie alike."""
+
+    source: Layout
+    target: Layout
+    steps: tuple[Step, ...]
+
+
+class _Path(NamedTuple):
+    """Placements on the way, source first; the legs between them; elements of the path's pattern per element of each leg's."""
+
+    stops: tuple[Placed, ...]
+    legs: tuple[Leg, ...]
+    scales: tuple[int, ...]
+
+
+class _Pattern(NamedTuple):
+    """What the choice of paths depends on: cut atoms only, in a fixed order, and pending digits on both sides."""
+
+    atoms: tuple[PairAtom, ...]
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
+@lru_cache(maxsize=50_000)
+def redistribute(source: Layout, target: Layout, mesh: Mesh, cost: StepCost | None = None) -> Redistribution:
+    """The cheapest way from `source` to `target` at 4 bytes an element.
+
+    Raises:
+        ValueError: the layouts are of different shapes.
+    """
+    if source.shape != target.shape:
+        raise ValueError(f"redistribute: {source} and {target} have different shapes, expected one tensor's layouts")
+    if math.prod(source.shape) == 0:
+        return Redistribution(source, target, (Step("exchange", source, target),) if source != target else ())
+    table = tables(mesh)
+    pair = table.pair(source, target)
+    if pair is None:
+        return min(
+            (_joined(source, middle, target, mesh, cost) for middle in _detours(table, source, target)),
+            key=lambda plan: _steps_seconds(plan, mesh, cost),
+        )
+    steps = _steps(table, pair, cost or PlainCost())
+    if steps:
+        steps[0] = replace(steps[0], source=source)
+        steps[-1] = replace(steps[-1], target=target)
+    return Redistribution(source, target, tuple(steps))
+
+
+def redistribution_cost(
+    source: Layout, target: Layout, mesh: Mesh, itemsize: int, cost: StepCost | None = None
+) -> float:
+    """Seconds of the steps that `redistribute` chooses, for elements of `itemsize` bytes. Local steps cost nothing."""
+    if source is target:
+        return 0.0
+    table = tables(mesh)
+    pair = table.pair(source, target)
+    price = cost or PlainCost()
+    if pair is None:
+        detours = _detours(table, source, target) if math.prod(source.shape) else ()
+        ways = [(m, sum(redistribution_cost(*ends, mesh, PLAN_ITEMSIZE, cost) for ends in ((source, m), (m, target))))
+                for m in detours]
+        if not ways:
+            return 0.0
+        middle = min(ways, key=lambda way: way[1])[0]
+        return sum(redistribution_cost(*ends, mesh, itemsize, cost) for ends in ((source, middle), (middle, target)))
+    pattern, scale, _ = _pattern(table, pair)
+    seconds, path = _cheapest(table, pattern, scale, price)
+    if itemsize == PLAN_ITEMSIZE or not seconds:
+        return seconds
+    return _seconds(path, scale * itemsize, price)
+
+
+def step_traffic(step: Step, mesh: Mesh) -> Traffic:
+    """What a step of a redistribution moves, in elements."""
+    table = tables(mesh)
+    pair = table.pair(step.source, step.target)
+    assert pair is not None or not math.prod(step.source.shape), f"{step.source} to {step.target} is not one step"
+    if pair is None:
+        return Traffic(step.kind)
+    leg = find_leg(table, *_ends(pair))
+    assert leg is not None and leg.kind == step.kind, f"{step.source} to {step.target} is no {step.kind}"
+    return leg.traffic
+
+
+def step_pair(step: Step, mesh: Mesh) -> Pair:
+    """Both layouts of a step over common atoms."""
+    pair = tables(mesh).pair(step.source, step.target)
+    assert pair is not None, f"{step.source} to {step.target} is not one step"
+    return pair
+
+
+def step_boxes(step: Step, mesh: Mesh) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
+    """Per rank, its block before and after the step, over the atoms of `step_pair`."""
+    sizes, source, target = _ends(step_pair(step, mesh))
+    table = tables(mesh)
+    return table.boxes(sizes, source.cuts), table.boxes(sizes, target.cuts)
+
+
+def holds_zeros(step: Step, mesh: Mesh, rank: int) -> bool:
+    """Whether a rank's summand is zero after a "zero" step: one holder of each block keeps its value."""
+    pair = step_pair(step, mesh)
+    return not tables(mesh).is_first(rank, tuple(i for i in pair.target if i not in pair.source))
+
+
+@lru_cache(maxsize=10_000)
+def step_sources(step: Step, mesh: Mesh) -> list[list[list[Source]]]:
+    """Of an "exchange" or "reduce_exchange": per rank, per summand, the pieces of its block and where they come from.
+
+    Ranges are over the atoms of `step_pair`.
+    """
+    return find_sources(tables(mesh), *_ends(step_pair(step, mesh)))
+
+
+def _ends(pair: Pair) -> tuple[Sizes, Placed, Placed]:
+    sizes = tuple(atom.size for atom in pair.atoms)
+    source = Placed(tuple(atom.source for atom in pair.atoms), pair.source)
+    return sizes, source, Placed(tuple(atom.target for atom in pair.atoms), pair.target)
+
+
+def _joined(source: Layout, middle: Layout, target: Layout, mesh: Mesh, cost: StepCost | None) -> Redistribution:
+    first, second = redistribute(source, middle, mesh, cost), redistribute(middle, target, mesh, cost)
+    return Redistribution(source, target, first.steps + second.steps)
+
+
+def _steps_seconds(plan: Redistribution, mesh: Mesh, cost: StepCost | None) -> float:
+    legs = [Leg(step.kind, step.groups, step_traffic(step, mesh)) for step in plan.steps]
+    return _seconds(_Path((), tuple(legs), (1,) * len(legs)), PLAN_ITEMSIZE, cost or PlainCost())
+
+
+def _detours(table: Tables, source: Layout, target: Layout) -> list[Layout]:
+    """Layouts to go through when dims have no common atoms: those dims whole, the others as on either side."""
+    a, b = table.profile(source), table.profile(target)
+    bad = [i for i, atoms in enumerate(zip(a.dims, b.dims, strict=True)) if table.refine(*atoms) is None]
+    return [_with_whole(source, bad), _with_whole(target, bad)]
+
+
+def _with_whole(layout: Layout, dims: list[int]) -> Layout:
+    shape = layout.shape
+    return Layout(
+        tuple((Atom(shape[i]),) if i in dims else atoms for i, atoms in enumerate(layout.dims)), layout.partial
+    )
+
+
+def _pattern(table: Tables, pair: Pair) -> tuple[_Pattern, int, list[int]]:
+    """The pattern, the elements of the tensor for each of its elements, and which of the pair's atoms are in it."""
+    scale = 1
+    cut: list[tuple[PairAtom, int]] = []
+    for index, atom in enumerate(pair.atoms):
+        size, source, target = atom
+        if not source and not target:
+            scale *= size
+            continue
+        least = table.evenly(source, target)
+        if size % least == 0:
+            scale *= size // least
+            atom = PairAtom(least, source, target)
+        cut.append((atom, index))
+    cut.sort()
+    return _Pattern(tuple([atom for atom, _ in cut]), pair.source, pair.target), scale, [index for _, index in cut]
+
+
+def _cheapest(table: Tables, pattern: _Pattern, scale: int, cost: StepCost) -> tuple[float, _Path]:
+    paths: tuple[_Path, ...] | None = table.paths.get(pattern)
+    if paths is None:
+        paths = table.paths[pattern] = tuple(_paths(table, pattern))
+    best = math.inf
+    chosen = paths[0]
+    for path in paths:
+        seconds = _seconds(path, scale * PLAN_ITEMSIZE, cost)
+        if seconds < best or (seconds == best and len(path.legs) < len(chosen.legs)):
+            best, chosen = seconds, path
+    return best, chosen
+
+
+def _seconds(path: _Path, scale: float, cost: StepCost) -> float:
+    """`scale`: bytes for each element of the pattern."""
+    total = 0.0
+    for leg, times in zip(path.legs, path.scales, strict=True):
+        traffic = leg.traffic
+        if traffic.messages:
+            kind = "exchange" if leg.kind == "reduce_exchange" else leg.kind
+            total += cost(kind, traffic.group_size, traffic.elements * scale * times, traffic.axes, traffic.messages)
+    return total
+
+
+def _steps(table: Tables, pair: Pair, cost: StepCost) -> list[Step]:
+    pattern, scale, order = _pattern(table, pair)
+    _, path = _cheapest(table, pattern, scale, cost)
+    layouts = []
+    for stop in path.stops:
+        cuts: list[tuple[int, ...]] = [()] * len(pair.atoms)
+        for index, cut in zip(order, stop.cuts, strict=True):
+            cuts[index] = cut
+        layouts.append(table.layout(pair, Placed(tuple(cuts), stop.partial)))
+    return [Step(leg.kind, a, b, leg.groups) for leg, a, b in zip(path.legs, layouts, layouts[1:], strict=False)]
+
+
+def _paths(table: Tables, pattern: _Pattern) -> Iterator[_Path]:
+    """Candidate paths, each once. The direct way without pending sums on either side comes first, so there is one."""
+    sizes = tuple(atom.size for atom in pattern.atoms)
+    source = Placed(tuple(atom.source for atom in pattern.atoms), pattern.source)
+    target = Placed(tuple(atom.target for atom in pattern.atoms), pattern.target)
+    seen: set[tuple[Placed, ...]] = set()
+    for stops in _routes(table, source, target):
+        path = _path(table, sizes, tuple(dict.fromkeys(stops)))
+        if path is not None and path.stops not in seen:
+            seen.add(path.stops)
+            yield path
+
+
+def _path(table: Tables, sizes: Sizes, stops: tuple[Placed, ...]) -> _Path | None:
+    kept, legs, scales = [stops[0]], [], []
+    for stop in stops[1:]:
+        leg, scale = _known_leg(table, sizes, kept[-1], stop)
+        if leg is None:
+            return None
+        if leg.kind != "same":
+            kept.append(stop)
+            legs.append(leg)
+            scales.append(scale)
+    return _Path(tuple(kept), tuple(legs), tuple(scales))
+
+
+def _known_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> tuple[Leg | None, int]:
+    """The leg of the pattern that two stops make, and the elements for each of its elements."""
+    atoms = tuple(map(PairAtom, sizes, a.cuts, b.cuts))
+    pattern, scale, _ = _pattern(table, Pair(atoms, (), a.partial, b.partial))
+    if pattern not in table.legs:
+        table.legs[pattern] = find_leg(table, *_ends(Pair(pattern.atoms, (), pattern.source, pattern.target)))
+    return table.legs[pattern], scale
+
+
+def _routes(table: Tables, source: Placed, target: Placed) -> Iterator[list[Placed]]:
+    """Stops to try, source and target included."""
+    gone = tuple(i for i in source.partial if i not in target.partial)
+    goal = Placed(target.cuts, tuple(i for i in target.partial if i in source.partial))
+    for head in _heads(table, source, goal, gone):
+        for tail in _tails(head[-1], goal):
+            yield [*head, *tail, goal, target]
+
+
+def _heads(table: Tables, source: Placed, goal: Placed, gone: tuple[int, ...]) -> Iterator[list[Placed]]:
+    """Ways to a placement with the sums reduced that are no longer pending."""
+    yield [source] if not gone else [source, goal]
+    sliced = _extended(table, source, goal)
+    if not gone:
+        if sliced != source:
+            yield [source, sliced]
+        return
+    yield [source, sliced, Placed(sliced.cuts, goal.partial)]
+    orders = [[gone]]
+    if len(gone) > 1:
+        orders += [[(i,) for i in gone], [(i,) for i in reversed(gone)]]
+    for order in orders:
+        stops = [source, sliced]
+        for digits in order:
+            here = stops[-1]
+            less = Placed(here.cuts, tuple(i for i in here.partial if i not in digits))
+            stops.append(_extended(table, less, goal))
+        yield stops
+
+
+def _extended(table: Tables, here: Placed, goal: Placed) -> Placed:
+    """`here`, cut further as the goal is, as far as its forms stay independent."""
+    used = [*here.partial, *(i for cut in here.cuts for i in cut)]
+    cuts = []
+    for own, wanted in zip(here.cuts, goal.cuts, strict=True):
+        grown = own
+        while wanted[: len(grown)] == grown and len(grown) < len(wanted):
+            if not table.independent((*used, wanted[len(grown)])):
+                break
+            used.append(wanted[len(grown)])
+            grown = wanted[: len(grown) + 1]
+        cuts.append(grown)
+    return Placed(tuple(cuts), here.partial)
+
+
+def _tails(here: Placed, goal: Placed) -> Iterator[list[Placed]]:
+    """Stops on the way of blocks: none, the cuts both sides share, or one digit gathered after another."""
+    yield []
+    shared = tuple(map(_prefix, here.cuts, goal.cuts))
+    if shared not in (here.cuts, goal.cuts):
+        yield [Placed(shared, here.partial)]
+    moving = {i for cut in goal.cuts for i in cut}
+    kept = tuple(_without_last(cut, moving) for cut in here.cuts)
+    if kept not in (here.cuts, goal.cuts, shared):
+        yield [Placed(kept, here.partial)]
+    for final in dict.fromkeys((shared, kept)):
+        yield from _one_by_one(here, final)
+
+
+def _prefix(one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
+    length = 0
+    while length < min(len(one), len(two)) and one[length] == two[length]:
+        length += 1
+    return one[:length]
+
+
+def _without_last(cut: tuple[int, ...], moving: set[int]) -> tuple[int, ...]:
+    """The cut without its minor digits that the goal does not have anywhere."""
+    while cut and cut[-1] not in moving:
+        cut = cut[:-1]
+    return cut
+
+
+def _one_by_one(here: Placed, final: Cuts) -> Iterator[list[Placed]]:
+    """Minor digits dropped one at a time down to `final`, first atoms first and last atoms first."""
+    if sum(map(len, here.cuts)) - sum(map(len, final)) < 2:
+        return
+    for order in (range(len(final)), reversed(range(len(final)))):
+        cuts = list(here.cuts)
+        stops = []
+        for atom in order:
+            while len(cuts[atom]) > len(final[atom]):
+                cuts[atom] = cuts[atom][:-1]
+                stops.append(Placed(tuple(cuts), here.partial))
+        yield stops

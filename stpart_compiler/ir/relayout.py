@@ -1,0 +1,269 @@
+"""One step between two placements over common atoms: its kind, its groups or pieces, and what it moves.
+
+Even blocks go by collectives where the ranks fall into groups that exchange everything among themselves. Groups come
+from block coordinates, not from mesh axes, so skewed forms have them too. All else goes by single pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from stpart_compiler.ir.placement import Box, Piece, Placed, Tables, extent, inside, volume
+
+Groups = tuple[tuple[int, ...], ...]
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a step moves. `sent`, `received`: elements of the busiest rank; `messages`: how many it sends or receives.
+
+    `axes`: mesh axes along which data crosses. All zero for a local step.
+    """
+
+    kind: str
+    group_size: int = 1
+    sent: float = 0.0
+    received: float = 0.0
+    axes: tuple[str, ...] = ()
+    messages: int = 0
+
+    @property
+    def elements(self) -> float:
+        """The larger of sent and received."""
+        return max(self.sent, self.received)
+
+
+class Source(NamedTuple):
+    """A piece and the rank that it comes from."""
+
+    rank: int
+    piece: Piece
+
+
+class Leg(NamedTuple):
+    """A step of a path. kind "same": nothing to do."""
+
+    kind: str
+    groups: Groups
+    traffic: Traffic
+
+
+def find_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg | None:
+    """The step from `a` to `b`; None where one step cannot do it."""
+    new = set(b.partial) - set(a.partial)
+    gone = set(a.partial) - set(b.partial)
+    here, there = table.boxes(sizes, a.cuts), table.boxes(sizes, b.cuts)
+    if new:
+        return _local("zero") if not gone and here == there else None
+    if gone:
+        return _reduction(table, sizes, a, b)
+    if here == there:
+        return _local("same")
+    if all(map(inside, there, here)):
+        return _local("slice")
+    return _gather(table, sizes, a, b) or _all_to_all(table, sizes, a, b) or _pieces_leg(table, sizes, a, b, "exchange")
+
+
+def _local(kind: str) -> Leg:
+    return Leg(kind, (), Traffic(kind))
+
+
+def _collective(table: Tables, kind: str, groups: list[tuple[int, ...]], elements: Callable[[int, int], float]) -> Leg:
+    """`elements`: (first rank of a group, group size) -> what each member sends."""
+    size = len(groups[0])
+    moved = max(elements(group[0], size) for group in groups)
+    apart = 0
+    for group in groups:
+        for rank in group[1:]:
+            apart |= table.apart(group[0], rank)
+    messages = 2 * (size - 1) if kind == "all_reduce" else size - 1
+    traffic = Traffic(kind, size, moved, moved, table.axes(apart), messages)
+    return Leg(kind, tuple(sorted(groups)), traffic)
+
+
+def _gather(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg | None:
+    here, there = table.boxes(sizes, a.cuts), table.boxes(sizes, b.cuts)
+    if not all(map(inside, here, there)):
+        return None
+    classes = table.classes(a.partial)
+    found: dict[tuple[int, Box], dict[Box, list[int]]] = {}
+    for rank in table.ranks:
+        found.setdefault((classes[rank], there[rank]), {}).setdefault(here[rank], []).append(rank)
+    groups: list[tuple[int, ...]] = []
+    for (_, whole), parts in found.items():
+        if not _even_partition(whole, list(parts)):
+            return None
+        replicas = [parts[box] for box in sorted(parts)]
+        if len({len(ranks) for ranks in replicas}) != 1:
+            return None
+        groups += zip(*replicas, strict=True)
+    if len({len(group) for group in groups}) != 1:
+        return None
+    return _collective(table, "all_gather", groups, lambda rank, n: (n - 1) * volume(here[rank]))
+
+
+def _even_partition(whole: Box, parts: list[Box]) -> bool:
+    """Whether several parts of one shape, none of them empty, make up the whole (they are known to be disjoint)."""
+    if len(parts) < 2 or len({extent(part) for part in parts}) != 1:
+        return False
+    return 0 < volume(whole) == len(parts) * volume(parts[0])
+
+
+def _reduction(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg:
+    if table.boxes(sizes, a.cuts) == table.boxes(sizes, b.cuts):
+        return _all_reduce(table, sizes, a, b)
+    return _reduce_scatter(table, sizes, a, b) or _pieces_leg(table, sizes, a, b, "reduce_exchange")
+
+
+def _all_reduce(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg:
+    here = table.boxes(sizes, a.cuts)
+    before, after = table.classes(a.partial), table.classes(b.partial)
+    keys = _block_keys(table, a)
+    found: dict[tuple[int, tuple[int, ...]], dict[int, list[int]]] = {}
+    for rank in table.ranks:
+        found.setdefault((after[rank], keys[rank]), {}).setdefault(before[rank], []).append(rank)
+    groups = [group for summands in found.values() for group in zip(*summands.values(), strict=True)]
+    return _collective(table, "all_reduce", groups, lambda rank, n: 2 * (n - 1) / n * volume(here[rank]))
+
+
+def _block_keys(table: Tables, a: Placed) -> list[tuple[int, ...]]:
+    """Per rank the values of all digits of the dims: other than ranges, they tell empty blocks apart."""
+    return table.values(tuple(i for cut in a.cuts for i in cut))
+
+
+def _reduce_scatter(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg | None:
+    here, there = table.boxes(sizes, a.cuts), table.boxes(sizes, b.cuts)
+    if not all(map(inside, there, here)):
+        return None
+    before, after = table.classes(a.partial), table.classes(b.partial)
+    found: dict[tuple[int, Box], _Table] = {}
+    for rank in table.ranks:
+        row = found.setdefault((after[rank], here[rank]), {}).setdefault(before[rank], {})
+        row.setdefault(there[rank], []).append(rank)
+    groups: list[tuple[int, ...]] = []
+    for (_, whole), rows in found.items():
+        boxes = {box for row in rows.values() for box in row}
+        if len(boxes) != len(rows) or not _even_partition(whole, list(boxes)):
+            return None
+        matched = _matchings(rows)
+        if matched is None:
+            return None
+        groups += [tuple(sorted(group, key=lambda rank: there[rank])) for group in matched]
+    if len({len(group) for group in groups}) != 1:
+        return None
+    return _collective(table, "reduce_scatter", groups, lambda rank, n: (n - 1) * volume(there[rank]))
+
+
+def _all_to_all(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg | None:
+    here, there = table.boxes(sizes, a.cuts), table.boxes(sizes, b.cuts)
+    if volume(here[0]) != volume(there[0]):
+        return None
+    pieces = table.pieces(sizes, a.cuts, b.cuts)
+    classes = table.classes(a.partial)
+    found: dict[tuple[int, tuple[Box, ...]], _Table] = {}
+    for rank in table.ranks:
+        blocks = tuple(piece.block for piece in pieces[there[rank]])
+        if here[rank] not in blocks:
+            return None
+        found.setdefault((classes[rank], blocks), {}).setdefault(here[rank], {}).setdefault(there[rank], []).append(rank)
+    groups: list[tuple[int, ...]] = []
+    for (_, blocks), rows in found.items():
+        targets = {box for row in rows.values() for box in row}
+        parts = [piece.part for box in targets for piece in pieces[box]]
+        matched = _matchings(rows) if len(rows) == len(targets) == len(blocks) > 1 else None
+        if matched is None or len({extent(part) for part in parts}) != 1:
+            return None
+        if len(targets) * volume(parts[0]) != volume(blocks[0]):
+            return None
+        groups += [tuple(sorted(group, key=lambda rank: here[rank])) for group in matched]
+    if len({len(group) for group in groups}) != 1 or any(not _ascending(group, there) for group in groups):
+        return None
+    return _collective(table, "all_to_all", groups, lambda rank, n: (n - 1) * volume(here[rank]) / n)
+
+
+def _ascending(group: tuple[int, ...], boxes: tuple[Box, ...]) -> bool:
+    return all(boxes[x] <= boxes[y] for x, y in zip(group, group[1:], strict=False))
+
+
+_Table = dict[object, dict[Box, list[int]]]  # what a rank gives -> the block it wants -> ranks
+
+
+def _matchings(rows: _Table) -> list[tuple[int, ...]] | None:
+    """Groups of ranks in which every row and every column of the table stands once. None: there is no such partition.
+
+    A table with equal counts in all rows and columns always has one (Koenig); each group is a perfect matching.
+    """
+    width = len(rows)
+    left = {row: {box: list(ranks) for box, ranks in cells.items()} for row, cells in rows.items()}
+    total = sum(len(ranks) for cells in rows.values() for ranks in cells.values())
+    groups = []
+    for _ in range(total // width):
+        match = _perfect_matching(left)
+        if match is None or len(match) != width:
+            return None
+        groups.append(tuple(left[row][box].pop(0) for box, row in match.items()))
+    return groups if total % width == 0 else None
+
+
+def _perfect_matching(left: _Table) -> dict[Box, object] | None:
+    match: dict[Box, object] = {}
+
+    def place(row: object, tried: set[Box]) -> bool:
+        for box, ranks in left[row].items():
+            if ranks and box not in tried:
+                tried.add(box)
+                if box not in match or place(match[box], tried):
+                    match[box] = row
+                    return True
+        return False
+
+    return match if all(place(row, set()) for row in left) else None
+
+
+def _pieces_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed, kind: str) -> Leg:
+    sent, received = [0] * len(table.ranks), [0] * len(table.ranks)
+    out, into = [0] * len(table.ranks), [0] * len(table.ranks)
+    apart = 0
+    for rank, summands in enumerate(find_sources(table, sizes, a, b)):
+        for source in (source for summand in summands for source in summand if source.rank != rank):
+            size = volume(source.piece.part)
+            sent[source.rank] += size
+            received[rank] += size
+            out[source.rank] += 1
+            into[rank] += 1
+            apart |= table.apart(source.rank, rank)
+    traffic = Traffic(kind, 2, max(sent), max(received), table.axes(apart), max(*out, *into))
+    return Leg(kind, (), traffic)
+
+
+def find_sources(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> list[list[list[Source]]]:
+    """Per rank, per summand of its target block, the pieces of that summand and where each comes from.
+
+    One summand, unless sums of `a` are no longer pending in `b`. A rank's own pieces are taken from itself, others
+    from the nearest replica, and among these from the one that has sent least.
+    """
+    here, there = table.boxes(sizes, a.cuts), table.boxes(sizes, b.cuts)
+    before, after = table.classes(a.partial), table.classes(b.partial)
+    holders: dict[tuple[int, Box], list[int]] = {}
+    summands: dict[int, dict[int, None]] = {}
+    for rank in table.ranks:
+        holders.setdefault((before[rank], here[rank]), []).append(rank)
+        summands.setdefault(after[rank], {})[before[rank]] = None
+    pieces = table.pieces(sizes, a.cuts, b.cuts)
+    load = [0] * len(table.ranks)
+
+    def choose(rank: int, summand: int, piece: Piece) -> Source:
+        ranks = holders[summand, piece.block]
+        if rank in ranks:
+            return Source(rank, piece)
+        best = min(ranks, key=lambda other: (table.apart(other, rank), load[other], other))
+        load[best] += volume(piece.part)
+        return Source(best, piece)
+
+    return [
+        [[choose(rank, summand, piece) for piece in pieces[there[rank]]] for summand in summands[after[rank]]]
+        for rank in table.ranks
+    ]
