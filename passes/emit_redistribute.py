@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from stpart_compiler.ir.layout import Range, local_shape
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.placement import Box, extent
 from stpart_compiler.ir.program import COLLECTIVE_CHANNEL, P2P_CHANNEL, Builder, Pending, Value
-from stpart_compiler.ir.redistribute import Redistribution, Step, holds_zeros, step_boxes, step_sources
+from stpart_compiler.ir.redistribute import Redistribution, Step, holds_zeros, step_boxes, step_flow
 from stpart_compiler.ir.relayout import Source
 
 aten = torch.ops.aten
@@ -42,13 +43,13 @@ def _emit(builder: Builder, value: Value, steps: Sequence[Step], mesh: Mesh) -> 
             value = _LOCAL[step.kind](on, value)
             continue
         finish = _TRANSFERS[step.kind](on, value)
-        rest = steps[index + 1 :]
-        return Pending(lambda: _rest(builder, finish(), rest, mesh))
+        return Pending(partial(_rest, builder, finish, steps[index + 1 :], mesh))
     return value
 
 
-def _rest(builder: Builder, value: Value, steps: Sequence[Step], mesh: Mesh) -> Value:
-    made = _emit(builder, value, steps, mesh)
+def _rest(builder: Builder, finish: Finish, steps: Sequence[Step], mesh: Mesh) -> Value:
+    """End a transfer, then do the steps that follow one after another."""
+    made = _emit(builder, finish(), steps, mesh)
     return made.finish() if isinstance(made, Pending) else made
 
 
@@ -204,10 +205,10 @@ def _exchange(on: _OnRank, value: Value) -> Finish:
     if not math.prod(on.step.source.shape):
         return lambda: _empty(on, value)
     before, after = on.boxes()
-    sources = step_sources(on.step, on.mesh)
+    flow = step_flow(on.step, on.mesh)
     block = on.reshape(value, extent(before[on.rank]))
-    sends = _sends(on, block, before[on.rank], sources, tag)
-    mine = sources[on.rank]
+    sends = _sends(on, block, before[on.rank], flow.gives[on.rank], tag)
+    mine = flow.takes[on.rank]
     wanted = [source for summand in mine for source in summand if source.rank != on.rank]
     recvs = [(extent(source.piece.part), value.dtype, source.rank, tag) for source in wanted]
     buffers, tags = on.builder.exchange(sends, recvs)
@@ -228,21 +229,15 @@ def _exchange(on: _OnRank, value: Value) -> Finish:
 
 
 def _sends(
-    on: _OnRank, block: Value, box: Box, sources: list[list[list[Source]]], tag: int
+    on: _OnRank, block: Value, box: Box, gives: Sequence[tuple[int, Box]], tag: int
 ) -> list[tuple[Value, int, int]]:
-    """What other ranks take from this one, each part made contiguous once."""
+    """Messages with what other ranks take from this one, each part made contiguous once."""
     parts: dict[Box, Value] = {}
-    sends = []
-    for peer, summands in enumerate(sources):
-        for source in (source for summand in summands for source in summand):
-            if source.rank != on.rank or peer == on.rank:
-                continue
-            part = source.piece.part
-            if part not in parts:
-                cut = on.cut(block, box, part)
-                parts[part] = on.view(aten.contiguous.default, cut, (), cut.shape)
-            sends.append((parts[part], peer, tag))
-    return sends
+    for _, part in gives:
+        if part not in parts:
+            cut = on.cut(block, box, part)
+            parts[part] = on.view(aten.contiguous.default, cut, (), cut.shape)
+    return [(parts[part], peer, tag) for peer, part in gives]
 
 
 def _sum(on: _OnRank, summands: Sequence[Value]) -> Value:

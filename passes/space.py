@@ -134,10 +134,24 @@ class Space:
 
 @dataclass(frozen=True)
 class Restriction:
-    """A sub-space: which strategies, and which layouts at rest, a template allows."""
+    """A sub-space: which strategies, and which layouts at rest, a template allows.
+
+    Of the allowed strategies of an op those with the highest `score` remain.
+    """
 
     allow: Allow | None = None
     layouts: Callable[[ValueInfo, list[Layout], Mesh], list[Layout]] | None = None
+    score: Callable[[OpNode, Strategy, Mesh], int] | None = None
+
+    def strategies(self, op: OpNode, found: list[Strategy], mesh: Mesh) -> list[Strategy]:
+        """What is left of the strategies of an op; all of them where none is allowed."""
+        if self.allow is not None:
+            allow = self.allow
+            found = [s for s in found if allow(op, s, mesh)] or found
+        if self.score is None:
+            return found
+        scores = [self.score(op, s, mesh) for s in found]
+        return [s for s, score in zip(found, scores, strict=True) if score == max(scores)]
 
 
 @dataclass(frozen=True)
@@ -169,9 +183,7 @@ class BuildSpace:
         op = members[0]
         mesh = self.costs.mesh
         strategies = list(enumerate_strategies(op.rule, mesh, op.movable, self.options))
-        strategies = [s for s in strategies if not _twice(op, s)]
-        if restriction.allow is not None:
-            strategies = [s for s in strategies if restriction.allow(op, s, mesh)] or strategies
+        strategies = restriction.strategies(op, [s for s in strategies if not _twice(op, s)], mesh)
         derived = [derive(op.rule, s, mesh) for s in strategies]
         costs = [self.costs.op(op, s, d) for s, d in zip(strategies, derived, strict=True)]
         own = Choices(

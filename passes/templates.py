@@ -45,8 +45,13 @@ def _wide(mesh: Mesh) -> list[str]:
 
 
 def _data(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
-    """Only the batch is cut; every axis is used on it where the op has it."""
+    """Only the batch is cut."""
     return _spatial(strategy) and set(_cut_axes(strategy)) <= op.batch
+
+
+def _cuts(op: OpNode, strategy: Strategy, mesh: Mesh) -> int:
+    """Mesh axes in use."""
+    return len(set().union(*_cut_axes(strategy).values()))
 
 
 def _roles(mesh: Mesh) -> tuple[set[str], set[str]]:
@@ -61,6 +66,14 @@ def _megatron(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     return _spatial(strategy) and all(
         axes <= data if f in op.batch else axes <= model and f not in op.data for f, axes in _cut_axes(strategy).items()
     )
+
+
+def _megatron_score(op: OpNode, strategy: Strategy, mesh: Mesh) -> int:
+    """The batch is cut wherever it can be; products and attention use the model axes too."""
+    data, _ = _roles(mesh)
+    used = set().union(*_cut_axes(strategy).values())
+    heavy = is_contraction(op.rule) or "scaled_dot_product" in str(op.call.target)
+    return len(used) if heavy else len(used & data)
 
 
 def _megatron_sp(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
@@ -140,28 +153,29 @@ def _square(mesh: Mesh) -> str | None:
 
 
 _ALL = (
+    Template("data", "batch cut over all ranks, parameters replicated", Restriction(_data, whole_layouts, _cuts), _always),
     Template(
-        "data", "batch cut over all ranks, parameters replicated", Restriction(_data, whole_layouts), _always
+        "zero3",
+        "batch cut over all ranks, parameters sharded and gathered for use",
+        Restriction(_data, _fully_sharded, _cuts),
+        _always,
     ),
     Template(
-        "zero3", "batch cut over all ranks, parameters sharded and gathered for use", Restriction(_data, _fully_sharded), _always
-    ),
-    Template(
-        "megatron", "features cut on the model axes, batch on the first of several", Restriction(_megatron, _model_axes), _always, True
-    ),
-    Template(
-        "megatron_sp",
-        "megatron, with the sequence cut between the linear layers",
-        Restriction(_megatron_sp, _model_axes),
+        "megatron",
+        "features cut on the model axes, batch on the first of several",
+        Restriction(_megatron, _model_axes, _megatron_score),
         _always,
         True,
     ),
     Template(
-        "ring", "weights rotate over token shards", Restriction(_ring, _fully_sharded), _always
+        "megatron_sp",
+        "megatron, with the sequence cut between the linear layers",
+        Restriction(_megatron_sp, _model_axes, _cuts),
+        _always,
+        True,
     ),
-    Template(
-        "primepar", "2-D temporal maps for all linear layers", Restriction(_primepar, _smallest), _square
-    ),
+    Template("ring", "weights rotate over token shards", Restriction(_ring, _fully_sharded, _cuts), _always),
+    Template("primepar", "2-D temporal maps for all linear layers", Restriction(_primepar, _smallest), _square),
 )
 TEMPLATES = {template.name: template for template in _ALL}
 

@@ -81,9 +81,8 @@ def _demo(say: Callable[[str], None]) -> float:
     model = causal_lm(LLAMA)
     batches = _batches()
     count = sum(param.numel() for param in model.parameters())
-    say(
-        f"Llama, 4 layers, {count / 1e6:.1f} M float32 parameters, {LLAMA.batch} x {LLAMA.sequence} tokens a step, AdamW"
-    )
+    size = f"{count / 1e6:.1f} M float32 parameters, {LLAMA.batch} x {LLAMA.sequence} tokens a step"
+    say(f"Llama, 4 layers, {size}, AdamW")
     limit = _limit(model, batches[0], say)
     compiled = _compiled(model, batches[0], say, memory_limit=limit)
     print(f"\n{compiled.plan.summary()}\n\n{plan_table(compiled.plan, most=TABLE_ROWS)}")

@@ -161,7 +161,7 @@ def train_step(
     leaves = tree_leaves((held, list(optimizer.state.values())))
     with PeakBytes(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)) as counter:
         loss = compute_loss()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     optimizer.step()
     return loss.item(), counter.peak
 

@@ -16,7 +16,7 @@ LossFn = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A model and one call of it on global inputs. `loss_fn`: scalar from its output; None: the model has its own loss."""
+    """A model and one call of it on global inputs. `loss_fn`: scalar from its output; None: the output has the loss."""
 
     model: nn.Module
     args: tuple[Any, ...] = ()

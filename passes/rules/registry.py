@@ -86,7 +86,6 @@ class Block:
             inner *= self.rule.factors[f].size
         return span
 
-
     def digits(self, dim: DimMap) -> tuple[tuple[int, int, int, int], ...]:
         """Per factor of a tensor dim, major to minor: (stride, size, low, high), a span of runtime.local_ops."""
         found = []

@@ -119,7 +119,7 @@ class Tables:
         return Pair(tuple(atoms), tuple(dim_of), a.partial, a.partial if same_sums else b.partial)
 
     def refine(self, source: tuple[CutAtom, ...], target: tuple[CutAtom, ...]) -> tuple[PairAtom, ...] | None:
-        """Atoms of one dim on which both cut alone. None: the sizes form no divisor chain, or a digit fits in no atom."""
+        """Atoms of one dim that both cut. None: the sizes form no divisor chain, or a digit fits in no atom."""
         if len(source) == len(target) == 1:
             return (PairAtom(source[0][0], source[0][1], target[0][1]),)
         key = (source, target)

@@ -9,7 +9,7 @@ each atom is as small as its cuts allow, and priced for every tensor by scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from stpart_compiler.ir.layout import Atom, Layout
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.placement import Box, Cuts, Pair, PairAtom, Placed, Tables, tables
-from stpart_compiler.ir.relayout import Groups, Leg, Sizes, Source, Traffic, find_leg, find_sources
+from stpart_compiler.ir.relayout import Flow, Groups, Leg, Sizes, Traffic, find_flow, find_leg
 
 PLAN_ITEMSIZE = 4  # bytes an element by which paths are compared
 
@@ -29,6 +29,8 @@ class StepCost(Protocol):
     """
 
     def __call__(self, kind: str, group_size: int, nbytes: float, axes: tuple[str, ...], messages: int, /) -> float: ...
+
+    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,18 @@ class Redistribution:
     steps: tuple[Step, ...]
 
 
+Charge = tuple[str, int, float, tuple[str, ...], int]  # arguments of a cost, with elements for bytes
+
+
 class _Path(NamedTuple):
-    """Placements on the way, source first; the legs between them; elements of the path's pattern per element of each leg's."""
+    """Placements on the way, the source first, the legs between them, and what is paid for the legs with transfers.
+
+    Elements of the charges are those of the path's pattern.
+    """
 
     stops: tuple[Placed, ...]
     legs: tuple[Leg, ...]
-    scales: tuple[int, ...]
+    charges: tuple[Charge, ...]
 
 
 class _Pattern(NamedTuple):
@@ -115,20 +123,25 @@ def redistribution_cost(
         return 0.0
     table = tables(mesh)
     pair = table.pair(source, target)
-    price = cost or PlainCost()
     if pair is None:
-        detours = _detours(table, source, target) if math.prod(source.shape) else ()
-        ways = [(m, sum(redistribution_cost(*ends, mesh, PLAN_ITEMSIZE, cost) for ends in ((source, m), (m, target))))
-                for m in detours]
-        if not ways:
-            return 0.0
-        middle = min(ways, key=lambda way: way[1])[0]
-        return sum(redistribution_cost(*ends, mesh, itemsize, cost) for ends in ((source, middle), (middle, target)))
+        return _detour_cost(source, target, mesh, itemsize, cost)
+    price = cost or PlainCost()
     pattern, scale, _ = _pattern(table, pair)
     seconds, path = _cheapest(table, pattern, scale, price)
     if itemsize == PLAN_ITEMSIZE or not seconds:
         return seconds
-    return _seconds(path, scale * itemsize, price)
+    return _seconds(path.charges, scale * itemsize, price)
+
+
+def _detour_cost(source: Layout, target: Layout, mesh: Mesh, itemsize: int, cost: StepCost | None) -> float:
+    if not math.prod(source.shape):
+        return 0.0
+
+    def by(middle: Layout, size: int) -> float:
+        return sum(redistribution_cost(*ends, mesh, size, cost) for ends in ((source, middle), (middle, target)))
+
+    best = min(_detours(tables(mesh), source, target), key=lambda middle: by(middle, PLAN_ITEMSIZE))
+    return by(best, itemsize)
 
 
 def step_traffic(step: Step, mesh: Mesh) -> Traffic:
@@ -163,13 +176,10 @@ def holds_zeros(step: Step, mesh: Mesh, rank: int) -> bool:
     return not tables(mesh).is_first(rank, tuple(i for i in pair.target if i not in pair.source))
 
 
-@lru_cache(maxsize=10_000)
-def step_sources(step: Step, mesh: Mesh) -> list[list[list[Source]]]:
-    """Of an "exchange" or "reduce_exchange": per rank, per summand, the pieces of its block and where they come from.
-
-    Ranges are over the atoms of `step_pair`.
-    """
-    return find_sources(tables(mesh), *_ends(step_pair(step, mesh)))
+@lru_cache(maxsize=1000)
+def step_flow(step: Step, mesh: Mesh) -> Flow:
+    """Pieces of an "exchange" or "reduce_exchange" step, over the atoms of `step_pair`."""
+    return find_flow(tables(mesh), *_ends(step_pair(step, mesh)))
 
 
 def _ends(pair: Pair) -> tuple[Sizes, Placed, Placed]:
@@ -184,8 +194,8 @@ def _joined(source: Layout, middle: Layout, target: Layout, mesh: Mesh, cost: St
 
 
 def _steps_seconds(plan: Redistribution, mesh: Mesh, cost: StepCost | None) -> float:
-    legs = [Leg(step.kind, step.groups, step_traffic(step, mesh)) for step in plan.steps]
-    return _seconds(_Path((), tuple(legs), (1,) * len(legs)), PLAN_ITEMSIZE, cost or PlainCost())
+    charges = [_charge(step_traffic(step, mesh), 1) for step in plan.steps]
+    return _seconds([charge for charge in charges if charge[-1]], PLAN_ITEMSIZE, cost or PlainCost())
 
 
 def _detours(table: Tables, source: Layout, target: Layout) -> list[Layout]:
@@ -223,24 +233,32 @@ def _pattern(table: Tables, pair: Pair) -> tuple[_Pattern, int, list[int]]:
 def _cheapest(table: Tables, pattern: _Pattern, scale: int, cost: StepCost) -> tuple[float, _Path]:
     paths: tuple[_Path, ...] | None = table.paths.get(pattern)
     if paths is None:
-        paths = table.paths[pattern] = tuple(_paths(table, pattern))
-    best = math.inf
-    chosen = paths[0]
-    for path in paths:
-        seconds = _seconds(path, scale * PLAN_ITEMSIZE, cost)
-        if seconds < best or (seconds == best and len(path.legs) < len(chosen.legs)):
-            best, chosen = seconds, path
-    return best, chosen
+        paths = table.paths[pattern] = _distinct(_paths(table, pattern))
+    if len(paths) == 1:
+        return _seconds(paths[0].charges, scale * PLAN_ITEMSIZE, cost), paths[0]
+    seconds = [_seconds(path.charges, scale * PLAN_ITEMSIZE, cost) for path in paths]
+    best = min(seconds)
+    return best, paths[seconds.index(best)]
 
 
-def _seconds(path: _Path, scale: float, cost: StepCost) -> float:
-    """`scale`: bytes for each element of the pattern."""
+def _distinct(paths: Iterator[_Path]) -> tuple[_Path, ...]:
+    """One path of each set of charges, fewest legs first; one that costs nothing leaves no other to try."""
+    kept: dict[tuple[Charge, ...], _Path] = {}
+    for path in sorted(paths, key=lambda path: len(path.legs)):
+        kept.setdefault(tuple(sorted(path.charges)), path)
+    return (kept[()],) if () in kept else tuple(kept.values())
+
+
+def _charge(traffic: Traffic, scale: int) -> Charge:
+    kind = "exchange" if traffic.kind == "reduce_exchange" else traffic.kind
+    return kind, traffic.group_size, traffic.elements * scale, traffic.axes, traffic.messages
+
+
+def _seconds(charges: Iterable[Charge], scale: int, cost: StepCost) -> float:
+    """`scale`: bytes for each element of the charges."""
     total = 0.0
-    for leg, times in zip(path.legs, path.scales, strict=True):
-        traffic = leg.traffic
-        if traffic.messages:
-            kind = "exchange" if leg.kind == "reduce_exchange" else leg.kind
-            total += cost(kind, traffic.group_size, traffic.elements * scale * times, traffic.axes, traffic.messages)
+    for kind, group_size, elements, axes, messages in charges:
+        total += cost(kind, group_size, elements * scale, axes, messages)
     return total
 
 
@@ -257,7 +275,7 @@ def _steps(table: Tables, pair: Pair, cost: StepCost) -> list[Step]:
 
 
 def _paths(table: Tables, pattern: _Pattern) -> Iterator[_Path]:
-    """Candidate paths, each once. The direct way without pending sums on either side comes first, so there is one."""
+    """Candidate paths, each once; the most direct one is always possible."""
     sizes = tuple(atom.size for atom in pattern.atoms)
     source = Placed(tuple(atom.source for atom in pattern.atoms), pattern.source)
     target = Placed(tuple(atom.target for atom in pattern.atoms), pattern.target)
@@ -270,16 +288,18 @@ def _paths(table: Tables, pattern: _Pattern) -> Iterator[_Path]:
 
 
 def _path(table: Tables, sizes: Sizes, stops: tuple[Placed, ...]) -> _Path | None:
-    kept, legs, scales = [stops[0]], [], []
+    kept, legs, charges = [stops[0]], [], []
     for stop in stops[1:]:
         leg, scale = _known_leg(table, sizes, kept[-1], stop)
         if leg is None:
             return None
-        if leg.kind != "same":
-            kept.append(stop)
-            legs.append(leg)
-            scales.append(scale)
-    return _Path(tuple(kept), tuple(legs), tuple(scales))
+        if leg.kind == "same":
+            continue
+        kept.append(stop)
+        legs.append(leg)
+        if leg.traffic.messages:
+            charges.append(_charge(leg.traffic, scale))
+    return _Path(tuple(kept), tuple(legs), tuple(charges))
 
 
 def _known_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> tuple[Leg | None, int]:

@@ -6,6 +6,7 @@ from block coordinates, not from mesh axes, so skewed forms have them too. All e
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,6 +42,17 @@ class Source(NamedTuple):
 
     rank: int
     piece: Piece
+
+
+class Flow(NamedTuple):
+    """Who gives what to whom.
+
+    takes: per rank, per summand of its target block, the pieces of that summand and where each comes from; one summand,
+    unless sums of the source are no longer pending in the target. gives: per rank, other ranks and the part each takes.
+    """
+
+    takes: list[list[list[Source]]]
+    gives: list[list[tuple[int, Box]]]
 
 
 class Leg(NamedTuple):
@@ -168,7 +180,8 @@ def _all_to_all(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg | None
         blocks = tuple(piece.block for piece in pieces[there[rank]])
         if here[rank] not in blocks:
             return None
-        found.setdefault((classes[rank], blocks), {}).setdefault(here[rank], {}).setdefault(there[rank], []).append(rank)
+        row = found.setdefault((classes[rank], blocks), {}).setdefault(here[rank], {})
+        row.setdefault(there[rank], []).append(rank)
     groups: list[tuple[int, ...]] = []
     for (_, blocks), rows in found.items():
         targets = {box for row in rows.values() for box in row}
@@ -185,7 +198,7 @@ def _all_to_all(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg | None
 
 
 def _ascending(group: tuple[int, ...], boxes: tuple[Box, ...]) -> bool:
-    return all(boxes[x] <= boxes[y] for x, y in zip(group, group[1:], strict=False))
+    return all(boxes[x] <= boxes[y] for x, y in itertools.pairwise(group))
 
 
 _Table = dict[object, dict[Box, list[int]]]  # what a rank gives -> the block it wants -> ranks
@@ -224,26 +237,26 @@ def _perfect_matching(left: _Table) -> dict[Box, object] | None:
 
 
 def _pieces_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed, kind: str) -> Leg:
-    sent, received = [0] * len(table.ranks), [0] * len(table.ranks)
-    out, into = [0] * len(table.ranks), [0] * len(table.ranks)
+    gives = find_flow(table, sizes, a, b).gives
+    received, taken = [0] * len(table.ranks), [0] * len(table.ranks)
+    sent = 0
     apart = 0
-    for rank, summands in enumerate(find_sources(table, sizes, a, b)):
-        for source in (source for summand in summands for source in summand if source.rank != rank):
-            size = volume(source.piece.part)
-            sent[source.rank] += size
-            received[rank] += size
-            out[source.rank] += 1
-            into[rank] += 1
-            apart |= table.apart(source.rank, rank)
-    traffic = Traffic(kind, 2, max(sent), max(received), table.axes(apart), max(*out, *into))
+    for rank, messages in enumerate(gives):
+        given = 0
+        for peer, part in messages:
+            size = volume(part)
+            given += size
+            received[peer] += size
+            taken[peer] += 1
+            apart |= table.apart(rank, peer)
+        sent = max(sent, given)
+    traffic = Traffic(kind, 2, sent, max(received), table.axes(apart), max(*taken, *map(len, gives)))
     return Leg(kind, (), traffic)
 
 
-def find_sources(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> list[list[list[Source]]]:
-    """Per rank, per summand of its target block, the pieces of that summand and where each comes from.
-
-    One summand, unless sums of `a` are no longer pending in `b`. A rank's own pieces are taken from itself, others
-    from the nearest replica, and among these from the one that has sent least.
+def find_flow(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Flow:
+    """Pieces of every rank's target block: its own from itself, others from the nearest replica, and among replicas
+    equally near from the one that has given least so far.
     """
     here, there = table.boxes(sizes, a.cuts), table.boxes(sizes, b.cuts)
     before, after = table.classes(a.partial), table.classes(b.partial)
@@ -254,16 +267,20 @@ def find_sources(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> list[list
         summands.setdefault(after[rank], {})[before[rank]] = None
     pieces = table.pieces(sizes, a.cuts, b.cuts)
     load = [0] * len(table.ranks)
+    flow = Flow([], [[] for _ in table.ranks])
 
     def choose(rank: int, summand: int, piece: Piece) -> Source:
         ranks = holders[summand, piece.block]
         if rank in ranks:
             return Source(rank, piece)
-        best = min(ranks, key=lambda other: (table.apart(other, rank), load[other], other))
+        best = ranks[0]
+        if len(ranks) > 1:
+            best = min(ranks, key=lambda other: (table.apart(other, rank), load[other], other))
         load[best] += volume(piece.part)
+        flow.gives[best].append((rank, piece.part))
         return Source(best, piece)
 
-    return [
-        [[choose(rank, summand, piece) for piece in pieces[there[rank]]] for summand in summands[after[rank]]]
-        for rank in table.ranks
-    ]
+    for rank in table.ranks:
+        wanted = pieces[there[rank]]
+        flow.takes.append([[choose(rank, summand, piece) for piece in wanted] for summand in summands[after[rank]]])
+    return flow

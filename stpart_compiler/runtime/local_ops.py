@@ -70,9 +70,7 @@ def embedding_block(weight: torch.Tensor, indices: torch.Tensor, span: Span) -> 
     return torch.where(inside[..., None], torch.nn.functional.embedding(index, weight), 0)
 
 
-def embedding_backward_block(
-    grad: torch.Tensor, indices: torch.Tensor, span: Span, padding_idx: int
-) -> torch.Tensor:
+def embedding_backward_block(grad: torch.Tensor, indices: torch.Tensor, span: Span, padding_idx: int) -> torch.Tensor:
     """Gradient of a block of the embedding table. grad [..., hidden], indices [...] -> [block, hidden]."""
     if span_length(span) == 0:
         return grad.new_zeros((0, grad.shape[-1]))

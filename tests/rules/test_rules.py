@@ -203,9 +203,7 @@ CASES: dict[str, Callable[..., Example]] = {
     "relu": lambda a, b: example(aten.relu.default, rand(a, b)),
     "threshold_backward": lambda a, b: example(aten.threshold_backward.default, rand(a, b), rand(a, b), 0),
     "gelu": lambda a, b: example(aten.gelu.default, rand(a, b)),
-    "gelu_backward": lambda a, b: example(
-        aten.gelu_backward.default, rand(a, b), rand(a, b), approximate="tanh"
-    ),
+    "gelu_backward": lambda a, b: example(aten.gelu_backward.default, rand(a, b), rand(a, b), approximate="tanh"),
     "silu": lambda a, b: example(aten.silu.default, rand(a, b)),
     "silu_backward": lambda a, b: example(aten.silu_backward.default, rand(a, b), rand(a, b)),
     "sigmoid_backward": lambda a, b: example(aten.sigmoid_backward.default, rand(a, b), rand(a, b)),
@@ -294,9 +292,7 @@ CASES: dict[str, Callable[..., Example]] = {
     "log_softmax_backward": lambda a, b: example(
         aten._log_softmax_backward_data.default, rand(a, b), rand(a, b), 1, torch.float64
     ),
-    "layer_norm": lambda a, b, h: example(
-        aten.native_layer_norm.default, rand(a, b, h), [h], rand(h), rand(h), 1e-5
-    ),
+    "layer_norm": lambda a, b, h: example(aten.native_layer_norm.default, rand(a, b, h), [h], rand(h), rand(h), 1e-5),
     "layer_norm plain": lambda a, b, h: example(
         aten.native_layer_norm.default, rand(a, b, h), [b, h], None, None, 1e-5
     ),
@@ -385,9 +381,9 @@ def attention_backward(
     out, logsumexp = forward.run(forward.tensors)
     q, k, v = forward.tensors[:3]
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    return example(op, torch.randn_like(q), q, k, v, out, logsumexp, 0.0, causal, **bound(
-        forward.call.kwargs, forward.tensors
-    ))
+    return example(
+        op, torch.randn_like(q), q, k, v, out, logsumexp, 0.0, causal, **bound(forward.call.kwargs, forward.tensors)
+    )
 
 
 def sizes_of(builder: Callable[..., Example]) -> st.SearchStrategy[list[int]]:
@@ -406,8 +402,6 @@ def test_blocks_and_sums_of_every_rule(name: str) -> None:
         check(builder(*sizes))
 
     run()
-
-
 
 
 # --- what a rule must not say
