@@ -12,17 +12,8 @@ from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan, PlanRow
 from stpart_compiler.ir.spacetime import Strategy
 from stpart_compiler.passes.propagate import Annotated, OpNode
-from stpart_compiler.passes.solve import (
-    Assignment,
-    BuildProblem,
-    InfeasibleError,
-    Problem,
-    Solution,
-    Solve,
-    SolverOptions,
-    evaluate,
-    memory_bytes,
-)
+from stpart_compiler.passes.problem import Assignment, BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
+from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
 from stpart_compiler.passes.space import BuildSpace, Costs, Restriction, Space
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
 
@@ -59,8 +50,6 @@ class MakePlan:
         problem = BuildProblem(self.options).apply(space)
         yardsticks, hint = self._yardsticks(graph, space, problem, progress)
         solution = Solve(self.options, self.memory_limit).apply(problem, hint, progress)
-        if hint is not None and evaluate(problem, hint) < solution.seconds:
-            solution = replace(solution, choice=hint, seconds=evaluate(problem, hint))
         return _plan(graph, space, problem, solution, None, yardsticks, self.options)
 
     def _template(self, graph: Annotated, chosen: Template) -> tuple[Space, Problem, Solution]:

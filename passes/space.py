@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from stpart_compiler.cost_models.cluster import Cluster
 from stpart_compiler.cost_models.communication import LinkCost, temporal_seconds
@@ -16,9 +17,13 @@ from stpart_compiler.cost_models.compute import op_seconds
 from stpart_compiler.ir.layout import Atom, Layout, form, max_local_numel, replicated, shard
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
+from stpart_compiler.ir.rule import SUM
 from stpart_compiler.ir.spacetime import MOVE, Derived, Strategy, derive
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.strategies import StrategySpace, enumerate_strategies, is_contraction
+
+LARGE_IN_LATENCIES = 20.0
+"""A product that takes longer than so many link latencies on one rank is never repeated along an axis."""
 
 Allow = Callable[[OpNode, Strategy, Mesh], bool]
 
@@ -30,7 +35,7 @@ class Costs:
     cluster: Cluster
     mesh: Mesh
 
-    @property
+    @cached_property
     def link(self) -> LinkCost:
         return LinkCost(self.cluster, self.mesh)
 
@@ -164,9 +169,10 @@ class BuildSpace:
     def apply(self, graph: Annotated, restriction: Restriction = Restriction()) -> Space:
         mesh = self.costs.mesh
         params, param_class = _params(graph, mesh, restriction)
+        carriers = pending_carriers(graph)
         choices: list[Choices] = []
         for members in graph.classes:
-            choices.append(self._choices(graph, members, choices, params, param_class, restriction))
+            choices.append(self._choices(graph, members, choices, params, param_class, restriction, carriers))
         edges = _edges(graph, param_class)
         finals = _finals(graph, param_class)
         return Space(graph, mesh, self.costs, choices, params, edges, param_class, finals)
@@ -179,11 +185,13 @@ class BuildSpace:
         params: list[ParamChoices],
         param_class: dict[ValueKey, int],
         restriction: Restriction,
+        carriers: set[str],
     ) -> Choices:
         op = members[0]
         mesh = self.costs.mesh
         strategies = list(enumerate_strategies(op.rule, mesh, op.movable, self.options))
-        strategies = restriction.strategies(op, [s for s in strategies if not _twice(op, s)], mesh)
+        strategies = [s for s in strategies if not s.pending or (op.name in carriers and not _twice(op, s))]
+        strategies = restriction.strategies(op, self._busy(op, strategies), mesh)
         derived = [derive(op.rule, s, mesh) for s in strategies]
         costs = [self.costs.op(op, s, d) for s, d in zip(strategies, derived, strict=True)]
         own = Choices(
@@ -200,6 +208,62 @@ class BuildSpace:
         if lead is None or is_contraction(op.rule):
             return own
         return _following(own, lead, graph, done, params, param_class, self.costs) or own
+
+
+    def _busy(self, op: OpNode, strategies: list[Strategy]) -> list[Strategy]:
+        """Leave out idle axes where a product is large: repeating it on ranks costs far more than any re-layout saves."""
+        if not is_contraction(op.rule):
+            return strategies
+        nothing = Strategy(tuple(() for _ in op.rule.factors))
+        whole, _ = self.costs.op(op, nothing, derive(op.rule, nothing, self.costs.mesh))
+        latency = self.costs.cluster.link_for(self.costs.mesh.axes, self.costs.mesh).latency
+        if whole < LARGE_IN_LATENCIES * latency:
+            return strategies
+        most = max(_axes_used(s) for s in strategies)
+        return [s for s in strategies if _axes_used(s) == most]
+
+
+def _axes_used(strategy: Strategy) -> int:
+    return len({axis for digits in strategy.digits for digit in digits for axis, _ in digit.coeffs})
+
+
+def pending_carriers(graph: Annotated) -> set[str]:
+    """Ops through which a pending sum may pass with profit.
+
+    An addition of two values that can both be pending saves a reduction. A view, cast or sum passes one on if what
+    reads it does, or if it is the result of the step. All others reduce first.
+    """
+    carriers: set[str] = set()
+    readers: dict[str, list[OpNode]] = {}
+    for op in graph.ops:
+        for name, _ in op.operands:
+            readers.setdefault(name, []).append(op)
+    finals = {node for node in graph.captured.grads.values() if node is not None}
+    can = _can_pend(graph)
+    for op in reversed(graph.ops):
+        if not op.rule.linear:
+            continue
+        pending = [i for i, key in enumerate(op.operands) if key in can]
+        joint = any(len(set(pending) & linear) > 1 for linear in op.rule.linear)
+        passes = len(op.operands) == 1 and bool(pending)
+        useful = op.name in finals or any(r.name in carriers for r in readers.get(op.name, ()))
+        if joint or (passes and useful):
+            carriers.add(op.name)
+    return carriers
+
+
+def _can_pend(graph: Annotated) -> set[ValueKey]:
+    """Values that some strategy makes as pending sums."""
+    can: set[ValueKey] = set()
+    for op in graph.ops:
+        inside = {i for i, key in enumerate(op.operands) if key in can}
+        passes = not is_contraction(op.rule) and any(inside & linear for linear in op.rule.linear)
+        for index, tensor in enumerate(op.rule.outputs):
+            present = {f for dim in tensor for f in dim}
+            sums = any(f not in present and op.rule.factors[f].kind == SUM for f in op.movable)
+            if op.call.results[index] is not None and (sums or passes):
+                can.add((op.name, index))
+    return can
 
 
 def _twice(op: OpNode, strategy: Strategy) -> bool:

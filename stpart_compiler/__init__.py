@@ -6,7 +6,8 @@ from stpart_compiler.compiled import CompiledModel, load_compiled
 from stpart_compiler.cost_models.cluster import Cluster, load_cluster, presets
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan
-from stpart_compiler.passes.solve import InfeasibleError, SolverOptions
+from stpart_compiler.passes.problem import SolverOptions
+from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.templates import templates
 from stpart_compiler.passes.verify import VerificationError
 from stpart_compiler.runtime.checkpoint import load_checkpoint, save_checkpoint

@@ -22,7 +22,8 @@ from stpart_compiler.passes.build_programs import BuildPrograms, Programs, peak_
 from stpart_compiler.passes.decompose import Decompose
 from stpart_compiler.passes.make_plan import MakePlan, check_plan
 from stpart_compiler.passes.propagate import Annotated, Propagate
-from stpart_compiler.passes.solve import InfeasibleError, SolverOptions
+from stpart_compiler.passes.problem import SolverOptions
+from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.templates import template as named_template
 from stpart_compiler.runtime.agree import agree_on_plan, check_world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,6 +207,8 @@ def load_compiled(directory: str | Path) -> CompiledModel:
         )
     artifacts = []
     for rank in range(meta["ranks"]):
-        with (path / f"rank{rank}.programs").open("rb") as file:
+        with (path / f"rank{rank}.programs").open("rb") as file, warnings.catch_warnings():
+            # torch's own class LeafSpec warns when a TreeSpec is unpickled.
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
             artifacts.append(pickle.load(file))
     return LoadedModel(Plan.from_json((path / "plan.json").read_text()), artifacts, path)

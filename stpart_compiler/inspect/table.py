@@ -30,7 +30,7 @@ def plan_table(plan: Plan, verbose: bool = False, most: int | None = None, width
     chosen = {id(row) for row in kept}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in _COLUMNS:
-        table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
+        table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold", no_wrap=name == "module")
     for module, group in _by_module([row for row in rows if id(row) in chosen]).items():
         for index, row in enumerate(group):
             table.add_row(module if index == 0 else "", *_cells(row), end_section=index == len(group) - 1)

@@ -130,6 +130,12 @@ def _reduction(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg:
     return _reduce_scatter(table, sizes, a, b) or _pieces_leg(table, sizes, a, b, "reduce_exchange")
 
 
+def _add_alike(classes: tuple[int, ...], groups: list[tuple[int, ...]]) -> bool:
+    """Whether groups with one result get the same bits: a backend adds in the order of the ranks."""
+    orders = {tuple(classes[rank] for rank in sorted(group)) for group in groups}
+    return len(groups[0]) <= 2 or len(orders) == 1
+
+
 def _all_reduce(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg:
     here = table.boxes(sizes, a.cuts)
     before, after = table.classes(a.partial), table.classes(b.partial)
@@ -137,7 +143,12 @@ def _all_reduce(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg:
     found: dict[tuple[int, tuple[int, ...]], dict[int, list[int]]] = {}
     for rank in table.ranks:
         found.setdefault((after[rank], keys[rank]), {}).setdefault(before[rank], []).append(rank)
-    groups = [group for summands in found.values() for group in zip(*summands.values(), strict=True)]
+    groups: list[tuple[int, ...]] = []
+    for summands in found.values():
+        alike = list(zip(*summands.values(), strict=True))
+        if not _add_alike(before, alike):
+            return _pieces_leg(table, sizes, a, b, "reduce_exchange")
+        groups += alike
     return _collective(table, "all_reduce", groups, lambda rank, n: 2 * (n - 1) / n * volume(here[rank]))
 
 
@@ -161,7 +172,7 @@ def _reduce_scatter(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg | 
         if len(boxes) != len(rows) or not _even_partition(whole, list(boxes)):
             return None
         matched = _matchings(rows)
-        if matched is None:
+        if matched is None or not _add_alike(before, matched):
             return None
         groups += [tuple(sorted(group, key=lambda rank: there[rank])) for group in matched]
     if len({len(group) for group in groups}) != 1:

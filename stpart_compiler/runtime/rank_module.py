@@ -136,7 +136,7 @@ class RankModule(nn.Module):
         programs.begin_step()
         if programs.backward_gm is not None and torch.is_grad_enabled():
             apply: Any = _Step.apply
-            flat = apply(programs, leaves, *(param for _, param in self.param_slots()))
+            flat = apply(programs, leaves, *(programs.homes[slot.name].tensor for slot in self.interface.params))
         else:
             flat = programs.run_forward(leaves, keep=False)[0]
         tensors = iter(flat)

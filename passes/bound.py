@@ -1,0 +1,314 @@
+"""A lower bound and a good assignment by message passing, before CP-SAT starts.
+
+The problem without memory is a pairwise graphical model: roots are nodes, choices are labels, re-layouts are edges. Its LP
+relaxation (the one that the flows of `passes/solve.py` give) is bounded from below by sequential reparametrisation
+(TRW-S; Kolmogorov, "Convergent Tree-reweighted Message Passing for Energy Minimization", 2006), in milliseconds a sweep
+where simplex takes minutes. The memory bound enters with a Lagrange multiplier. Choices that cannot be part of any
+assignment better than the best known one are ruled out.
+
+A re-layout shared by uses of different roots is charged to each in equal parts: never more than the true cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from stpart_compiler.ir.layout import Layout
+from stpart_compiler.passes.problem import Assignment, Problem, Use, evaluate, memory_bytes
+
+Array = npt.NDArray[np.float64]
+Edge = tuple[int, int]
+
+MULTIPLIER_STEPS = 12
+"""Values of the memory multiplier that are tried."""
+
+
+@dataclass
+class Bound:
+    """`lower`: seconds no assignment can beat. `choice`: best assignment found (None: none fits). `alive`: choices per
+    root that may still be part of a better one."""
+
+    lower: float
+    choice: Assignment | None
+    alive: dict[int, list[int]]
+
+
+@dataclass(frozen=True)
+class FindBound:
+    """priced problem -> bound. `sweeps`: passes per memory multiplier."""
+
+    memory_limit: int | None = None
+    sweeps: int = 60
+
+    def apply(self, problem: Problem, hint: Assignment | None = None) -> Bound:
+        model = Model.of(problem)
+        best = _Best(problem, self.memory_limit)
+        if hint is not None:
+            best.offer(hint)
+        lower, state = self._run(model, problem, best, 0.0)
+        if self.memory_limit is not None and not best.fits(model.decoded):
+            lower, state = self._multiply(model, problem, best, lower, state)
+        alive = _alive(state, model, lower, best.seconds)
+        return Bound(lower / 1e9, best.choice, alive)
+
+    def _run(self, model: Model, problem: Problem, best: _Best, multiplier: float) -> tuple[float, State]:
+        """Sweeps at one multiplier: bound in ns, and the reparametrised model."""
+        state = model.state(multiplier)
+        offset = multiplier * self._room(problem)
+        lower = -np.inf
+        for sweep in range(self.sweeps):
+            decoded = state.sweep()
+            now = state.bound() - offset
+            stalled = now <= lower + 1e-4 * abs(lower)
+            lower = max(lower, now)
+            if sweep % 8 == 0 or stalled:
+                best.offer(decoded)
+            model.decoded = decoded
+            if stalled and sweep > 8:
+                break
+        best.offer(_polished(problem, model.decoded, multiplier))
+        return lower, state
+
+    def _room(self, problem: Problem) -> int:
+        return 0 if self.memory_limit is None else self.memory_limit - problem.constant_bytes
+
+    def _multiply(
+        self, model: Model, problem: Problem, best: _Best, lower: float, state: State
+    ) -> tuple[float, State]:
+        """Bisect the multiplier (ns per byte) to where assignments begin to fit."""
+        low, high = 0.0, model.scale()
+        for step in range(MULTIPLIER_STEPS):
+            multiplier = high if step == 0 else (low * high) ** 0.5 if low else high / 30
+            now, here = self._run(model, problem, best, multiplier)
+            if now > lower:
+                lower, state = now, here
+            fits = best.fits(model.decoded)
+            if step == 0 and not fits:
+                break
+            low, high = (low, multiplier) if fits else (multiplier, high)
+        return lower, state
+
+
+@dataclass
+class _Best:
+    """Cheapest assignment seen that fits in memory."""
+
+    problem: Problem
+    limit: int | None
+    choice: Assignment | None = None
+    seconds: float = float("inf")
+
+    def fits(self, choice: Assignment) -> bool:
+        return self.limit is None or memory_bytes(self.problem, choice) <= self.limit
+
+    def offer(self, choice: Assignment) -> None:
+        if not self.fits(choice):
+            return
+        seconds = evaluate(self.problem, choice)
+        if seconds < self.seconds:
+            self.choice, self.seconds = dict(choice), seconds
+
+
+def _polished(problem: Problem, choice: Assignment, multiplier: float, rounds: int = 3) -> Assignment:
+    """Change one root at a time while that pays, with the true cost of shared re-layouts."""
+    choice = dict(choice)
+    for _ in range(rounds):
+        changed = False
+        for root, count in problem.roots.items():
+            local = problem.local(root)
+            held = problem.persistent.get(root, [0] * count)
+            prices = [local.price({**choice, root: i}) + multiplier * held[i] for i in range(count)]
+            least = int(np.argmin(prices))
+            if prices[least] < prices[choice[root]]:
+                choice[root] = least
+                changed = True
+        if not changed:
+            break
+    return choice
+
+
+@dataclass
+class Model:
+    """Unary and pairwise costs in ns; `held`: bytes per choice."""
+
+    unary: dict[int, Array]
+    pairwise: dict[Edge, Array]
+    held: dict[int, Array]
+    order: list[int]
+    decoded: Assignment = field(default_factory=dict)
+
+    @staticmethod
+    def of(problem: Problem) -> Model:
+        unary = {root: np.array(problem.own[root], dtype=np.float64) for root in problem.roots}
+        pairwise: dict[Edge, Array] = {}
+        for group in problem.uses:
+            _add_group(problem, group, unary, pairwise)
+        held = {r: np.array(problem.persistent.get(r, [0] * n), dtype=np.float64) for r, n in problem.roots.items()}
+        # parameters first, then ops in graph order: chains of the graph are monotone in this order
+        order = sorted(problem.roots, key=lambda root: (root >= 0, root))
+        return Model(unary, pairwise, held, order)
+
+    def scale(self) -> float:
+        """A multiplier (ns per byte) at which memory outweighs time."""
+        time = sum(float(np.ptp(costs)) for costs in self.unary.values())
+        time += sum(float(np.ptp(costs)) for costs in self.pairwise.values())
+        spans = [float(np.ptp(sizes)) for sizes in self.held.values() if np.ptp(sizes) > 0]
+        return 10 * time / max(1.0, sum(spans)) if spans else 1.0
+
+    def state(self, multiplier: float) -> State:
+        unary = {root: costs + multiplier * self.held[root] for root, costs in self.unary.items()}
+        return State(unary, {edge: costs.copy() for edge, costs in self.pairwise.items()}, self.order)
+
+
+def _add_group(
+    problem: Problem, group: list[Use], unary: dict[int, Array], pairwise: dict[Edge, Array]
+) -> None:
+    """Charge the re-layouts of one value: exactly within a pair of roots, in equal parts across pairs."""
+    sharing: dict[tuple[Layout, Layout], set[tuple[int | None, int | None]]] = {}
+    for use in group:
+        for i, source in enumerate(use.from_layouts):
+            for j, target in enumerate(use.to_layouts):
+                if use.price[i][j]:
+                    sharing.setdefault((source, target), set()).add((use.from_root, use.to_root))
+    numbers = {pair: n for n, pair in enumerate(sharing)}
+    joint: dict[tuple[int | None, int | None], list[Use]] = {}
+    for use in group:
+        joint.setdefault((use.from_root, use.to_root), []).append(use)
+    for (source_root, target_root), uses in joint.items():
+        costs = _joint_costs(problem, uses, sharing, numbers)
+        _store(source_root, target_root, costs, unary, pairwise)
+
+
+def _joint_costs(
+    problem: Problem,
+    uses: list[Use],
+    sharing: dict[tuple[Layout, Layout], set[tuple[int | None, int | None]]],
+    numbers: dict[tuple[Layout, Layout], int],
+) -> Array:
+    """Cost matrix over the choices of both roots; equal re-layouts of several uses count once."""
+    total: Array | None = None
+    seen: list[tuple[npt.NDArray[np.int64], Array]] = []
+    for use in uses:
+        price = np.array(use.price, dtype=np.float64) * use.edge.count
+        ids = np.full(price.shape, -1, dtype=np.int64)
+        for i, source in enumerate(use.from_layouts):
+            for j, target in enumerate(use.to_layouts):
+                if use.price[i][j]:
+                    ids[i, j] = numbers[(source, target)]
+                    price[i, j] /= len(sharing[(source, target)])
+        rows = _side_index(problem, use.from_root, use.from_members)
+        columns = _side_index(problem, use.to_root, use.to_members)
+        price, ids = price[np.ix_(rows, columns)], ids[np.ix_(rows, columns)]
+        extra = price.copy()
+        for other_ids, other_price in seen:
+            same = (ids == other_ids) & (ids >= 0)
+            extra = np.where(same, np.maximum(0.0, extra - other_price), extra)
+        seen.append((ids, price))
+        total = extra if total is None else total + extra
+    assert total is not None
+    return total
+
+
+def _side_index(problem: Problem, root: int | None, members: list[list[int]]) -> npt.NDArray[np.int64]:
+    """Layout index of every choice of a root."""
+    if root is None:
+        return np.zeros(1, dtype=np.int64)
+    index = np.zeros(problem.roots[root], dtype=np.int64)
+    for layout, ids in enumerate(members):
+        index[ids] = layout
+    return index
+
+
+def _store(
+    source: int | None, target: int | None, costs: Array, unary: dict[int, Array], pairwise: dict[Edge, Array]
+) -> None:
+    if source is None and target is None:
+        return
+    if source is None or target is None:
+        root = source if source is not None else target
+        assert root is not None
+        unary[root] = unary[root] + costs.reshape(-1)
+    elif source == target:
+        unary[source] = unary[source] + np.diagonal(costs)
+    else:
+        edge = (min(source, target), max(source, target))
+        oriented = costs if edge == (source, target) else costs.T
+        pairwise[edge] = pairwise[edge] + oriented if edge in pairwise else oriented.copy()
+
+
+class State:
+    """A reparametrised model: the same cost of every assignment, a larger sum of local minima after every sweep."""
+
+    def __init__(self, unary: dict[int, Array], pairwise: dict[Edge, Array], order: list[int]) -> None:
+        self.unary = unary
+        self.pairwise = pairwise
+        self.order = order
+        rank = {root: i for i, root in enumerate(order)}
+        self.before: dict[int, list[Edge]] = {root: [] for root in order}
+        self.after: dict[int, list[Edge]] = {root: [] for root in order}
+        for edge in pairwise:
+            first, second = sorted(edge, key=rank.__getitem__)
+            self.after[first].append(edge)
+            self.before[second].append(edge)
+
+    def sweep(self) -> Assignment:
+        """Forward and backward; returns the assignment decoded on the way back."""
+        for root in self.order:
+            self._visit(root, self.after[root], self.before[root])
+        decoded: Assignment = {}
+        for root in reversed(self.order):
+            self._pull(root)
+            costs = self.unary[root].copy()
+            for edge in self.after[root]:
+                costs += self._row(edge, root, decoded[edge[0] if edge[1] == root else edge[1]])
+            decoded[root] = int(np.argmin(costs))
+            self._push(root, self.before[root], self.after[root])
+        return decoded
+
+    def _visit(self, root: int, forward: list[Edge], backward: list[Edge]) -> None:
+        self._pull(root)
+        self._push(root, forward, backward)
+
+    def _pull(self, root: int) -> None:
+        """Gather what every incident edge can guarantee per choice."""
+        for edge in (*self.before[root], *self.after[root]):
+            costs = self.pairwise[edge]
+            if edge[0] == root:
+                least = costs.min(axis=1)
+                costs -= least[:, None]
+            else:
+                least = costs.min(axis=0)
+                costs -= least[None, :]
+            self.unary[root] += least
+
+    def _push(self, root: int, towards: list[Edge], other: list[Edge]) -> None:
+        """Hand the node's costs on to the edges ahead, in equal parts."""
+        if not towards:
+            return
+        share = self.unary[root] / max(len(towards), len(other))
+        for edge in towards:
+            self.pairwise[edge] += share[:, None] if edge[0] == root else share[None, :]
+        self.unary[root] -= share * len(towards)
+
+    def _row(self, edge: Edge, root: int, other: int) -> Array:
+        costs = self.pairwise[edge]
+        return costs[:, other] if edge[0] == root else costs[other, :]
+
+    def bound(self) -> float:
+        return sum(float(c.min()) for c in self.unary.values()) + sum(float(c.min()) for c in self.pairwise.values())
+
+
+def _alive(state: State, model: Model, lower: float, best_seconds: float) -> dict[int, list[int]]:
+    """Choices whose own lower bound does not exceed the best known cost."""
+    slack = best_seconds * 1e9 - lower
+    alive = {}
+    for root in model.order:
+        extra = state.unary[root] - state.unary[root].min()
+        for edge in (*state.before[root], *state.after[root]):
+            costs = state.pairwise[edge]
+            extra = extra + (costs.min(axis=1) if edge[0] == root else costs.min(axis=0)) - costs.min()
+        alive[root] = [i for i, more in enumerate(extra) if more <= slack + 1.0]
+    return alive
