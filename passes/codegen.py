@@ -114,7 +114,7 @@ class PhaseEmitter:
         """Begin to bring a value into a layout, unless that is done or under way."""
         if (key, layout) in self.have:
             return
-        source = self.phase.layout.get(key) or self.placement.layout(key)
+        source = self._made_in(key)
         if (key, source) not in self.have:
             self._emit(self.placement.graph.by_name[key[0]])
         if (key, layout) in self.have:
@@ -129,6 +129,16 @@ class PhaseEmitter:
         self.have[(key, layout)] = made
         if isinstance(made, Value):
             self._note_pending(made, layout)
+
+    def _made_in(self, key: ValueKey) -> Layout:
+        return self.phase.layout.get(key) or self.placement.layout(key)
+
+    def is_turned(self, key: ValueKey, layout: Layout, value: Value) -> bool:
+        """Whether an operand in `layout` is a transposed view, the same on all ranks.
+
+        A re-layout hands out the view itself on the ranks that keep their block, and a new tensor on the others.
+        """
+        return value.name in self.base and layout == self._made_in(key)
 
     def _relayout_origin(self, key: ValueKey) -> Origin:
         op = self.placement.graph.by_name.get(key[0])

@@ -178,19 +178,23 @@ def _price_params(problem: Problem) -> None:
 def _price_uses(problem: Problem, weights_stay: bool) -> None:
     space = problem.space
     groups: dict[tuple[object, ...], list[Use]] = {}
+    tables: dict[object, list[list[int]]] = {}
     for edge in [*space.edges, *space.finals]:
         phase = edge.consumer < 0 or space.choices[edge.consumer].op.name in space.graph.backward
-        use = _use(space, edge, weights_stay)
+        use = _use(space, edge, weights_stay, tables)
         if any(any(row) for row in use.price):
             groups.setdefault((edge.producer, edge.value.shape, phase), []).append(use)
     problem.uses = list(groups.values())
 
 
-def _use(space: Space, edge: Edge, weights_stay: bool) -> Use:
+def _use(space: Space, edge: Edge, weights_stay: bool, tables: dict[object, list[list[int]]]) -> Use:
     from_root, sources, from_members = layouts_of(space, edge.producer, edge.value)
     to_root, targets, to_members = needs_of(space, edge)
     itemsize = edge.value.dtype.itemsize
-    price = [[_ns(space.costs.relayout(a, b, itemsize)) for b in targets] for a in sources]
+    key = (tuple(sources), tuple(targets), itemsize)
+    if key not in tables:
+        tables[key] = [[_ns(space.costs.relayout(a, b, itemsize)) for b in targets] for a in sources]
+    price = tables[key]
     if weights_stay and from_root is not None and from_root < 0:
         price = [
             [FORBIDDEN if _transfers(space, a, b) else p for b, p in zip(targets, row, strict=True)]

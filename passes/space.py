@@ -42,7 +42,15 @@ class Costs:
     def relayout(self, source: Layout, target: Layout, itemsize: int) -> float:
         if source == target:
             return 0.0
-        return redistribution_cost(source, target, self.mesh, itemsize, self.link)
+        key = (source, target, itemsize)
+        if key not in self.known:
+            self.known[key] = redistribution_cost(source, target, self.mesh, itemsize, self.link)
+        return self.known[key]
+
+    @cached_property
+    def known(self) -> dict[tuple[Layout, Layout, int], float]:
+        """Prices asked for before: identical tensors are common."""
+        return {}
 
     def op(self, op: OpNode, strategy: Strategy, derived: Derived) -> tuple[float, int]:
         """Seconds of one op on the busiest rank, and the bytes it sends while it runs."""
@@ -189,7 +197,7 @@ class BuildSpace:
     ) -> Choices:
         op = members[0]
         mesh = self.costs.mesh
-        strategies = list(enumerate_strategies(op.rule, mesh, op.movable, self.options))
+        strategies = list(enumerate_strategies(op.rule, mesh, op.movable, self.options, op.data))
         strategies = [s for s in strategies if not s.pending or (op.name in carriers and not _twice(op, s))]
         strategies = restriction.strategies(op, self._busy(op, strategies), mesh)
         derived = [derive(op.rule, s, mesh) for s in strategies]

@@ -38,11 +38,18 @@ FULL_SPACE = StrategySpace(time_only=True, forms=((1, 0), (0, 1), (1, 1), (1, -1
 
 @lru_cache(maxsize=20_000)
 def enumerate_strategies(
-    rule: OpRule, mesh: Mesh, movable: frozenset[int], space: StrategySpace = StrategySpace()
+    rule: OpRule,
+    mesh: Mesh,
+    movable: frozenset[int],
+    space: StrategySpace = StrategySpace(),
+    tokens: frozenset[int] = frozenset(),
 ) -> tuple[Strategy, ...]:
-    """Every valid strategy of the space, the fully replicated one first."""
+    """Every valid strategy of the space, the fully replicated one first.
+
+    Two factors of `tokens` (batch and sequence) are not skewed against each other: no temporal map asks for that.
+    """
     axes = tuple(axis for axis in mesh.axes if mesh.size[axis] > 1)
-    found = [*_spatial(rule, mesh, axes, movable, space)]
+    found = [*_spatial(rule, mesh, axes, movable, space, tokens)]
     if is_contraction(rule):
         found += _temporal(rule, mesh, axes, movable, space)
     kept = [strategy for strategy in dict.fromkeys(found) if _valid(rule, strategy, mesh)]
@@ -101,7 +108,12 @@ def _combined(
 
 
 def _spatial(
-    rule: OpRule, mesh: Mesh, axes: tuple[str, ...], movable: frozenset[int], space: StrategySpace
+    rule: OpRule,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    movable: frozenset[int],
+    space: StrategySpace,
+    tokens: frozenset[int],
 ) -> Iterator[Strategy]:
     nothing = Strategy(tuple(() for _ in rule.factors))
     pending = not is_contraction(rule)
@@ -111,7 +123,7 @@ def _spatial(
         if strategy is not None:
             yield strategy
     if space.skewed:
-        yield from _skewed(rule, mesh, axes, movable, space)
+        yield from _skewed(rule, mesh, axes, movable, space, tokens)
 
 
 def _equal_pairs(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -130,7 +142,12 @@ def _independent(one: Digit, two: Digit, pair: tuple[str, str]) -> bool:
 
 
 def _skewed(
-    rule: OpRule, mesh: Mesh, axes: tuple[str, ...], movable: frozenset[int], space: StrategySpace
+    rule: OpRule,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    movable: frozenset[int],
+    space: StrategySpace,
+    tokens: frozenset[int],
 ) -> Iterator[Strategy]:
     """Two factors cut by independent forms of a pair of axes, at least one of them skewed."""
     for pair in _equal_pairs(mesh, axes):
@@ -140,7 +157,7 @@ def _skewed(
             itertools.permutations(forms, 2), itertools.combinations(sorted(movable), 2)
         ):
             plain = len(one.coeffs) == len(two.coeffs) == 1
-            if not plain and _independent(one, two, pair):
+            if not plain and not {f, g} <= tokens and _independent(one, two, pair):
                 yield from _with_rest(rule, mesh, rest, movable, {f: one, g: two}, 1, space)
 
 

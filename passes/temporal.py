@@ -54,7 +54,10 @@ class _Loop:
         self.blocks = [
             Block(op.rule, factor_range(strategy, op.rule, emitter.mesh, builder.rank, t)) for t in range(strategy.steps)
         ]
-        self.transposed = [operand.name in emitter.base for operand in operands]
+        self.transposed = [
+            emitter.is_turned(key, port.layout, x)
+            for key, port, x in zip(op.operands, derived.inputs, operands, strict=True)
+        ]
         self.current = [self._outgoing(i) if port.motion == MOVE else x for i, (port, x) in enumerate(zip(self.ins, operands, strict=True))]
         self.first_tag = builder.reserve(strategy.steps * (len(operands) + 1))
         self.parts: list[Value] = []

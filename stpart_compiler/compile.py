@@ -88,7 +88,7 @@ def compile_model(
     check_world(asked)
     device = torch.device(device)
     prices = load_cluster(cluster, device.type)
-    limit = parse_bytes(memory_limit) if memory_limit is not None else prices.device.memory
+    limit = _bytes(memory_limit) if memory_limit is not None else prices.device.memory
     grid = _grid(asked, template, plan)
     prices.check_mesh(grid)
     dumper = Dumper(dump_dir)
@@ -121,20 +121,38 @@ def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:
     return graph
 
 
+def _bytes(memory_limit: int | str) -> int:
+    try:
+        return parse_bytes(memory_limit)
+    except ValueError as error:
+        raise ValueError(f"memory_limit: {error}") from None
+
+
 def _grid(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
-    """The mesh as the solver sees it: a template of 2-D maps needs an axis of square size written as two."""
+    """The mesh as the solver sees it: the same ranks, two wide axes at most.
+
+    A template of 2-D maps needs an axis of square size written as two. Of three and more axes the inner ones are taken
+    as one.
+    """
     if plan is not None:
         return plan.mesh
-    if name is None:
-        return mesh
-    chosen = named_template(name)
-    if chosen.applies(mesh) is None:
+    mesh = _two_axes(mesh)
+    if name is None or named_template(name).applies(mesh) is None:
         return mesh
     for axis, size in mesh.size.items():
         root = math.isqrt(size)
         if root > 1 and root * root == size:
             return mesh.factored(axis, (root, root))
     return mesh
+
+
+def _two_axes(mesh: Mesh) -> Mesh:
+    wide = [(axis, size) for axis, size in mesh.size.items() if size > 1]
+    if len(wide) <= 2:
+        return mesh
+    inner = wide[1:]
+    name = "_".join(axis for axis, _ in inner)
+    return Mesh((wide[0][0], name), (wide[0][1], math.prod(size for _, size in inner)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,19 +169,28 @@ class Search:
     say: Progress
 
     def run(self) -> tuple[Plan, Programs]:
-        """Where the programs' exact peak is over the limit, solve again with less room."""
-        room = self.limit
+        """Where the programs' exact peak is over the limit, solve again with less room, at last for the leanest plan.
+
+        The solver's estimate of memory may be too high as well: where it finds nothing, the leanest plan is built too.
+        """
+        room, leanest = self.limit, False
         for _ in range(MEMORY_ROUNDS):
             maker = MakePlan(self.costs, self.options, room, self.template, self.restrictions.whole_parameters)
-            plan = maker.apply(self.graph, self.say)
+            try:
+                plan = maker.apply(self.graph, self.say)
+            except InfeasibleError as error:
+                if leanest:
+                    raise
+                room, leanest = error.least + error.least // 200, True
+                continue
             programs = self._build(plan)
             over = _record_memory(plan, programs, self.options) - self.limit
             if over <= 0:
                 return plan, programs
-            self.say(f"the programs' peak is {format_bytes(over)} over the limit: solving again with less room")
-            room -= over + self.limit // 200
-            if room <= 0:
+            if leanest:
                 break
+            self.say(f"the programs' peak is {format_bytes(over)} over the limit: solving again with less room")
+            room = max(0, room - over - self.limit // 200)
         raise _over_limit(plan, self.limit)
 
     def checked(self, plan: Plan) -> tuple[Plan, Programs]:

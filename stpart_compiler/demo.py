@@ -28,9 +28,9 @@ TOLERANCE = 1e-4
 LIMIT_SHARE = 0.75
 """The memory limit as a share of what the replicated plan (template `data`) needs."""
 TABLE_ROWS = 12
-SOLVER_LIMIT_S = 20.0
+SOLVER = SolverOptions(time_limit_s=20.0, gap=0.05)
 MESSAGE_TIMEOUT_S = 60.0
-RANKS_LIMIT_S = 150.0
+RANKS_LIMIT_S = 240.0
 
 LLAMA = Preset(
     "Llama",
@@ -88,6 +88,8 @@ def train_and_compare(say: Callable[[str], None]) -> float:
     say(f"Llama, 4 layers, {size}, AdamW")
     limit = _limit(model, batches[0], say)
     compiled = _compiled(model, batches[0], say, memory_limit=limit)
+    if "data" in compiled.plan.yardsticks:
+        raise _DemoError("plain replication fits in the memory limit, which shows nothing")
     print(f"\n{compiled.plan.summary()}\n\n{plan_table(compiled.plan, most=TABLE_ROWS)}")
     say(f"one device, {STEPS} eager steps")
     single = _train_one_device(model, batches)
@@ -117,28 +119,23 @@ def _batches() -> list[Batch]:
 
 def _compiled(model: nn.Module, batch: Batch, say: Callable[[str], None], **options: Any) -> CompiledModel:
     args, kwargs = batch
-    solver = SolverOptions(time_limit_s=SOLVER_LIMIT_S)
     return compile_model(
-        model, args, kwargs, mesh=MESH, solver=solver, progress=lambda text: say(f"  {text}"), **options
+        model, args, kwargs, mesh=MESH, solver=SOLVER, progress=lambda text: say(f"  {text}"), **options
     )
 
 
 def _limit(model: nn.Module, batch: Batch, say: Callable[[str], None]) -> int:
-    """A limit that plain replication breaks, and the proof that it does."""
+    """A memory limit below what plain replication needs."""
     say("plain replication (template data), to see what it needs:")
     need = _compiled(model, batch, say, template="data").plan.memory["peak"]
     limit = int(need * LIMIT_SHARE)
     say(f"replication needs {format_bytes(need)} per rank; memory limit for the plan: {format_bytes(limit)}")
-    try:
-        _compiled(model, batch, say, template="data", memory_limit=limit)
-    except InfeasibleError as error:
-        say(f"template data under this limit is refused: {error}")
-        return limit
-    raise _DemoError("plain replication fits in the memory limit, which shows nothing")
+    return limit
 
 
 def _train_one_device(model: nn.Module, batches: Sequence[Batch]) -> OneDevice:
     model = copy.deepcopy(model)
+    torch.set_num_threads(1)  # as every rank has, so that sums run in one order
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, peaks = [], []
     for batch in batches:

@@ -26,7 +26,7 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class Preset:
-    """A causal language model of transformers, with random weights. `family`: prefix of its classes' names there."""
+    """A causal language model of transformers, with random weights. `family`: prefix of its config's class."""
 
     family: str
     config: Mapping[str, Any]
@@ -116,7 +116,8 @@ def causal_lm(preset: Preset, device: str = "cpu", seed: int = 0) -> nn.Module:
     config = getattr(transformers, f"{preset.family}Config")(**preset.config, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(seed)
     with torch.device(device):
-        model: nn.Module = getattr(transformers, f"{preset.family}ForCausalLM")(config)
+        auto: Any = transformers.AutoModelForCausalLM
+        model: nn.Module = auto.from_config(config)
     return model
 
 
