@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,10 +34,16 @@ class Programs:
     def optimizer_bytes(self, optimizer: str) -> int:
         """Bytes of optimizer state on the fullest rank."""
         states = optimizer_model(optimizer).states
+        return states * self._local_bytes([s for s in self.interface.params if s.requires_grad and s.used])
+
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters on the fullest rank."""
+        return self._local_bytes(self.interface.params)
+
+    def _local_bytes(self, slots: Sequence[TensorSlot]) -> int:
         mesh = self.interface.mesh
-        trained = [slot for slot in self.interface.params if slot.requires_grad and slot.used]
         return max(
-            states * sum(math.prod(local_shape(s.layout, mesh, rank)) * s.dtype.itemsize for s in trained)
+            sum(math.prod(local_shape(s.layout, mesh, rank)) * s.dtype.itemsize for s in slots)
             for rank in range(mesh.world_size)
         )
 

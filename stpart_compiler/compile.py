@@ -169,29 +169,35 @@ class Search:
     say: Progress
 
     def run(self) -> tuple[Plan, Programs]:
-        """Where the programs' exact peak is over the limit, solve again with less room, at last for the leanest plan.
+        """Where the programs' exact peak is over the limit, solve again with less room.
 
-        The solver's estimate of memory may be too high as well: where it finds nothing, the leanest plan is built too.
+        The solver estimates memory; where it finds nothing, the leanest plan may still fit.
         """
-        room, leanest = self.limit, False
+        room = self.limit
         for _ in range(MEMORY_ROUNDS):
-            maker = MakePlan(self.costs, self.options, room, self.template, self.restrictions.whole_parameters)
             try:
-                plan = maker.apply(self.graph, self.say)
+                plan, programs, over = self._attempt(room)
             except InfeasibleError as error:
-                if leanest:
-                    raise
-                room, leanest = error.least + error.least // 200, True
-                continue
-            programs = self._build(plan)
-            over = _record_memory(plan, programs, self.options) - self.limit
+                return self._leanest(error.least)
             if over <= 0:
                 return plan, programs
-            if leanest:
-                break
             self.say(f"the programs' peak is {format_bytes(over)} over the limit: solving again with less room")
             room = max(0, room - over - self.limit // 200)
         raise _over_limit(plan, self.limit)
+
+    def _leanest(self, least: int) -> tuple[Plan, Programs]:
+        """The programs of the plan that needs least by the solver's estimate, if they fit."""
+        plan, programs, over = self._attempt(least + least // 200)
+        if over > 0:
+            raise _over_limit(plan, self.limit)
+        return plan, programs
+
+    def _attempt(self, room: int) -> tuple[Plan, Programs, int]:
+        """A plan within `room` bytes by the solver's estimate, and how far its programs are over the limit."""
+        maker = MakePlan(self.costs, self.options, room, self.template, self.restrictions.whole_parameters)
+        plan = maker.apply(self.graph, self.say)
+        programs = self._build(plan)
+        return plan, programs, _record_memory(plan, programs, self.options) - self.limit
 
     def checked(self, plan: Plan) -> tuple[Plan, Programs]:
         """Programs of a given plan, if they fit."""
@@ -208,7 +214,8 @@ def _record_memory(plan: Plan, programs: Programs, options: SolverOptions) -> in
     """Write the exact memory of the programs into the plan; returns the peak with optimizer state."""
     step, _ = peak_of(programs)
     state = programs.optimizer_bytes(options.optimizer)
-    plan.memory |= {"step peak": step, "optimizer state": state, "peak": step + state}
+    held = programs.parameter_bytes()
+    plan.memory |= {"step peak": step, "parameters": held, "optimizer state": state, "peak": step + state}
     return step + state
 
 
@@ -216,8 +223,9 @@ def _over_limit(plan: Plan, limit: int) -> InfeasibleError:
     least = plan.memory["peak"]
     return InfeasibleError(
         f"memory_limit: {format_bytes(limit)} per rank is too small; the leanest programs found need"
-        f" {format_bytes(least)} ({least} bytes): {format_bytes(plan.memory['step peak'])} for parameters, activations"
-        f" and gradients at the peak of the step, {format_bytes(plan.memory['optimizer state'])} of optimizer state."
+        f" {format_bytes(least)} ({least} bytes): {format_bytes(plan.memory['parameters'])} of parameters,"
+        f" {format_bytes(plan.memory['step peak'] - plan.memory['parameters'])} of inputs, activations and gradients"
+        f" at the peak of the step, {format_bytes(plan.memory['optimizer state'])} of optimizer state."
         " Raise the limit, use more ranks, or a smaller batch",
         least,
     )

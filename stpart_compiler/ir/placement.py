@@ -66,10 +66,10 @@ class Tables:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.ranks = range(mesh.world_size)
-        self.digits: list[Digit] = []  # one form for each number
-        self.q: list[int] = []
-        self._values: list[tuple[int, ...]] = []
-        self._number: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.digits: dict[int, Digit] = {}  # one form for each number
+        self.q: dict[int, int] = {}
+        self._values: dict[int, tuple[int, ...]] = {}
+        self._number: dict[Digit, int] = {}
         self._profiles: dict[Layout, Profile] = {}
         self._refined: dict[tuple[tuple[CutAtom, ...], tuple[CutAtom, ...]], tuple[PairAtom, ...] | None] = {}
         self._ranges: dict[CutAtom, tuple[Range, ...]] = {}
@@ -84,15 +84,21 @@ class Tables:
         self._apart: dict[tuple[int, int], int] = {}
 
     def number(self, digit: Digit) -> int:
-        """Number of a form; forms of equal values on every rank share it."""
-        values = tuple(digit.value(coords) for coords in self.mesh.coords)
-        key = (digit.q, values)
-        if key not in self._number:
-            self._number[key] = len(self.digits)
-            self.digits.append(digit)
-            self.q.append(digit.q)
-            self._values.append(values)
-        return self._number[key]
+        """Number of a form; forms of equal values on every rank share it.
+
+        It is made of these values, never of what was asked before: processes with different pasts must sort alike.
+        """
+        found = self._number.get(digit)
+        if found is None:
+            values = tuple(digit.value(coords) for coords in self.mesh.coords)
+            found = digit.q
+            for value in values:
+                found = found * digit.q + value
+            self._number[digit] = found
+            self.digits.setdefault(found, digit)
+            self.q[found] = digit.q
+            self._values[found] = values
+        return found
 
     def _numbers(self, digits: tuple[Digit, ...]) -> tuple[int, ...]:
         return tuple(self.number(digit) for digit in digits if digit.q > 1)

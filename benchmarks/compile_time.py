@@ -1,0 +1,108 @@
+"""Compile time of a Llama-3-8B-shaped model on the meta device: capture, plan, codegen and verify; seconds and memory.
+
+    python benchmarks/compile_time.py [--layers 32] [--mesh 8 2x4] [--depths 4 16 32 80] [--no-programs]
+
+Each row runs in a process of its own, so that its peak memory is its own. Costs are those of the h100-80gb-8 preset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+def measure(layers: int, mesh_text: str, programs: bool) -> dict[str, Any]:
+    """One case in this process."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from stpart_compiler.capture import capture
+    from stpart_compiler.compile import annotate
+    from stpart_compiler.cost_models.cluster import load_cluster
+    from stpart_compiler.ir.mesh import parse_mesh
+    from stpart_compiler.passes.build_programs import BuildPrograms
+    from stpart_compiler.passes.make_plan import MakePlan
+    from stpart_compiler.passes.problem import SolverOptions
+    from stpart_compiler.passes.space import Costs
+
+    config = LlamaConfig(
+        hidden_size=4096,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        intermediate_size=14336,
+        max_position_embeddings=8192,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    ids = torch.zeros(4, 8192, dtype=torch.long, device="meta")
+    sizes = tuple(int(part) for part in mesh_text.split("x"))
+    mesh = parse_mesh(sizes if len(sizes) > 1 else sizes[0])
+    row: dict[str, Any] = {"layers": layers, "mesh": mesh_text}
+
+    start = time.perf_counter()
+    captured = capture(model, (), {"input_ids": ids, "labels": ids})
+    row["capture_s"] = time.perf_counter() - start
+    row["nodes"] = len(captured.gm.graph.nodes)
+
+    start = time.perf_counter()
+    graph = annotate(captured)
+    costs = Costs(load_cluster("h100-80gb-8"), mesh)
+    first: list[float] = []
+
+    def note(text: str) -> None:
+        if "plan found" in text and not first:
+            first.append(time.perf_counter() - start)
+
+    plan = MakePlan(costs, SolverOptions(), costs.cluster.device.memory).apply(graph, note)
+    row["solve_s"] = time.perf_counter() - start
+    row["first_plan_s"] = first[0] if first else row["solve_s"]
+    row["gap_pct"] = 100 * plan.gap
+    row["step_ms"] = 1e3 * plan.seconds
+    row["best_template"] = min(plan.yardsticks, key=lambda name: plan.yardsticks[name], default="-")
+    row["vs_template"] = min(plan.yardsticks.values(), default=plan.seconds) / plan.seconds
+    if programs:
+        start = time.perf_counter()
+        built = BuildPrograms(costs.link).apply(graph, plan)
+        row["codegen_verify_s"] = time.perf_counter() - start
+        row["instructions"] = sum(len(a.forward.body) + len(a.backward.body) for a in built.artifacts if a.backward)
+    row["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return row
+
+
+def _show(row: dict[str, Any]) -> None:
+    cells = [f"{name}={value:.2f}" if isinstance(value, float) else f"{name}={value}" for name, value in row.items()]
+    print("  ".join(cells), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--mesh", nargs="*", default=["8", "2x4"])
+    parser.add_argument("--depths", nargs="*", type=int, default=[4, 16, 80], help="further depths, solved on mesh 8")
+    parser.add_argument("--no-programs", action="store_true")
+    parser.add_argument("--one", nargs=3, metavar=("LAYERS", "MESH", "PROGRAMS"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(int(args.one[0]), args.one[1], args.one[2] == "1")))
+        return 0
+    cases = [(args.layers, mesh, not args.no_programs) for mesh in args.mesh]
+    cases += [(depth, args.mesh[0], False) for depth in args.depths]
+    for layers, mesh, programs in cases:
+        command = [sys.executable, __file__, "--one", str(layers), mesh, str(int(programs))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(done.stderr, file=sys.stderr)
+            return done.returncode
+        _show(json.loads(done.stdout.splitlines()[-1]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
