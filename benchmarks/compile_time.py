@@ -69,7 +69,7 @@ def measure(layers: int, mesh_text: str, programs: bool) -> dict[str, Any]:
     row["vs_template"] = min(plan.yardsticks.values(), default=plan.seconds) / plan.seconds
     if programs:
         start = time.perf_counter()
-        built = BuildPrograms(costs.link).apply(graph, plan)
+        built = BuildPrograms(costs.link, torch.device("cpu")).apply(graph, plan)
         row["codegen_verify_s"] = time.perf_counter() - start
         row["instructions"] = sum(len(a.forward.body) + len(a.backward.body) for a in built.artifacts if a.backward)
     row["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,6 +1,6 @@
 """A lower bound and a good assignment by message passing, before CP-SAT starts.
 
-The problem without memory is a pairwise graphical model: roots are nodes, choices are labels, re-layouts are edges. Its LP
+The problem without memory is a pairwise graphical model: roots are nodes, choices labels, re-layouts edges. Its LP
 relaxation (the one that the flows of `passes/solve.py` give) is bounded from below by sequential reparametrisation
 (TRW-S; Kolmogorov, "Convergent Tree-reweighted Message Passing for Energy Minimization", 2006), in milliseconds a sweep
 where simplex takes minutes. The memory bound enters with a Lagrange multiplier. Choices that cannot be part of any
@@ -75,9 +75,7 @@ class FindBound:
     def _room(self, problem: Problem) -> int:
         return 0 if self.memory_limit is None else self.memory_limit - problem.constant_bytes
 
-    def _multiply(
-        self, model: Model, problem: Problem, best: _Best, lower: float, state: State
-    ) -> tuple[float, State]:
+    def _multiply(self, model: Model, problem: Problem, best: _Best, lower: float, state: State) -> tuple[float, State]:
         """Bisect the multiplier (ns per byte) to where assignments begin to fit."""
         low, high = 0.0, model.scale()
         for step in range(MULTIPLIER_STEPS):
@@ -163,9 +161,7 @@ class Model:
         return State(unary, {edge: costs.copy() for edge, costs in self.pairwise.items()}, self.order)
 
 
-def _add_group(
-    problem: Problem, group: list[Use], unary: dict[int, Array], pairwise: dict[Edge, Array]
-) -> None:
+def _add_group(problem: Problem, group: list[Use], unary: dict[int, Array], pairwise: dict[Edge, Array]) -> None:
     """Charge the re-layouts of one value: exactly within a pair of roots, in equal parts across pairs."""
     sharing: dict[tuple[Layout, Layout], set[tuple[int | None, int | None]]] = {}
     for use in group:

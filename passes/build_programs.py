@@ -53,7 +53,7 @@ class BuildPrograms:
     """plan -> schedule -> codegen -> verify, for every rank."""
 
     cost: LinkCost
-    device: torch.device = torch.device("cpu")
+    device: torch.device
 
     def apply(self, graph: Annotated, plan: Plan, progress: Callable[[str], None] = lambda text: None) -> Programs:
         placement = place(graph, plan, self.cost)
@@ -88,9 +88,7 @@ def place(graph: Annotated, plan: Plan, cost: LinkCost) -> Placement:
 
 def _constants(graph: Annotated) -> dict[str, torch.Tensor]:
     module = graph.captured.gm
-    return {
-        node.name: getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"
-    }
+    return {node.name: getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"}
 
 
 def make_interface(
@@ -179,7 +177,9 @@ def _buffer_slots(captured: Captured) -> list[TensorSlot]:
 
 def _input_slots(captured: Captured) -> list[InputSlot]:
     return [
-        InputSlot(info.path, info.info.shape if info.info else None, info.info.dtype if info.info else None, info.constant)
+        InputSlot(
+            info.path, info.info.shape if info.info else None, info.info.dtype if info.info else None, info.constant
+        )
         for info in captured.inputs
     ]
 

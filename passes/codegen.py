@@ -54,7 +54,7 @@ class Placement:
 class Codegen:
     """placement and schedule -> the two programs of every rank."""
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device
 
     def apply(self, placement: Placement, schedule: Schedule, rank: int) -> tuple[RankProgram, RankProgram | None]:
         forward = PhaseEmitter(placement, schedule.forward, rank, self.device, 0)
@@ -192,7 +192,8 @@ class PhaseEmitter:
         kind = "view" if op.name in self.phase.views else "compute"
         if len(results) > 1 or not self.placement.graph.alias.get(op.name):
             outs = [
-                (f"{op.name}_{i}", block.out_shape(i), r.dtype) if r is not None else None for i, r in enumerate(results)
+                (f"{op.name}_{i}", block.out_shape(i), r.dtype) if r is not None else None
+                for i, r in enumerate(results)
             ]
             return self.builder.call_multi(target, args, kwargs, outs, kind=kind)
         only = results[0]

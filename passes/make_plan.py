@@ -11,8 +11,8 @@ from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan, PlanRow
 from stpart_compiler.ir.spacetime import Strategy
-from stpart_compiler.passes.propagate import Annotated, OpNode
 from stpart_compiler.passes.problem import Assignment, BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
+from stpart_compiler.passes.propagate import Annotated, OpNode
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
 from stpart_compiler.passes.space import BuildSpace, Costs, Restriction, Space
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
@@ -74,7 +74,7 @@ class MakePlan:
             if chosen.applies(self.costs.mesh) is not None:
                 continue
             try:
-                small, own, solution = self._template(graph, chosen)
+                small, _, solution = self._template(graph, chosen)
             except InfeasibleError:
                 progress(f"template {chosen.name}: does not fit in the memory limit")
                 continue
@@ -214,7 +214,9 @@ def check_plan(plan: Plan, graph: Annotated, mesh: Mesh) -> None:
         missing, extra = sorted(set(plan.strategies) - ops), sorted(ops - set(plan.strategies))
         names = {info.name for info in graph.captured.params}
         params = sorted(set(plan.params) ^ {n for n in names if n in plan.params or _used(graph, n)})
-        detail = f"ops only in the plan: {missing[:5]}, only in the model: {extra[:5]}, parameters that differ: {params[:5]}"
+        detail = (
+            f"ops only in the plan: {missing[:5]}, only in the model: {extra[:5]}, parameters that differ: {params[:5]}"
+        )
         if not (missing or extra or params):
             detail = "the ops have the same names; shapes, dtypes or constants differ"
         raise ValueError(f"plan: made for another model or other example inputs ({detail}); make the plan anew")

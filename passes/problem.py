@@ -20,10 +20,10 @@ Assignment = dict[int, int]
 
 @dataclass(frozen=True)
 class SolverOptions:
-    """`time_limit_s`: seconds for CP-SAT; `gap`: stop once within this relative distance of the bound; `workers`: threads.
+    """`time_limit_s`: seconds for CP-SAT; `gap`: stop once within this relative distance of the bound.
 
-    `patience_s`: stop when no better plan came for so long. `optimizer`: "adamw", "momentum" or "sgd", whose state counts
-    against the memory limit.
+    `workers`: threads. `patience_s`: stop when no better plan came for so long. `optimizer`: "adamw", "momentum" or
+    "sgd", whose state counts against the memory limit.
     """
 
     seed: int = 0
@@ -217,7 +217,9 @@ def _price_saved(problem: Problem) -> None:
         if op.name not in graph.backward:
             continue
         for key in op.operands:
-            while key[0] in graph.by_name and key[0] not in graph.backward and is_view(graph.by_name[key[0]].call.target):
+            while (
+                key[0] in graph.by_name and key[0] not in graph.backward and is_view(graph.by_name[key[0]].call.target)
+            ):
                 key = graph.by_name[key[0]].operands[0]
             if key in done or key[0] in graph.backward or graph.values[key].kind != "op":
                 continue

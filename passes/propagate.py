@@ -1,7 +1,8 @@
 """Annotate the joint graph: a factor rule per op, dims refined into atoms, and classes of identical ops.
 
-A view may flatten (batch, sequence) into one dim. To cut the sequence there, the flattened dim is written as two atoms,
-and so is every dim connected with it through the rules. `propagate` finds these atoms for the whole graph as a fixpoint.
+A view may flatten (batch, sequence) into one dim. To cut the sequence there, the flattened dim is written as two
+atoms, and so is every dim connected with it through the rules. `propagate` finds these atoms as a fixpoint over the
+whole graph.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -126,9 +128,7 @@ def _placeholder_kinds(captured: Captured) -> dict[str, str]:
     return kinds
 
 
-def _add_value(
-    values: dict[ValueKey, ValueInfo], alias: dict[str, ValueKey], node: fx.Node, kind: str
-) -> None:
+def _add_value(values: dict[ValueKey, ValueInfo], alias: dict[str, ValueKey], node: fx.Node, kind: str) -> None:
     val = node.meta["val"]
     if not isinstance(val, torch.Tensor):
         return
@@ -137,9 +137,7 @@ def _add_value(
     alias[node.name] = key
 
 
-def _add_results(
-    values: dict[ValueKey, ValueInfo], alias: dict[str, ValueKey], node: fx.Node, call: OpCall
-) -> None:
+def _add_results(values: dict[ValueKey, ValueInfo], alias: dict[str, ValueKey], node: fx.Node, call: OpCall) -> None:
     for index, result in enumerate(call.results):
         if result is not None:
             values[(node.name, index)] = ValueInfo((node.name, index), result.shape, result.dtype, "op")
@@ -273,8 +271,8 @@ def _add_cuts(known: Cuts, new: Cuts) -> bool:
 
 
 def _parts(size: int, cuts: Cuts) -> list[int]:
-    bounds = sorted({1, *cuts, size} if size > 1 else {1, 1}, reverse=True)
-    return [major // minor for major, minor in zip(bounds, bounds[1:], strict=False)] or [size]
+    bounds = sorted({1, *cuts, size}, reverse=True)
+    return [major // minor for major, minor in pairwise(bounds)] or [size]
 
 
 def _factor_parts(op: OpNode, cuts: dict[ValueKey, list[Cuts]]) -> dict[int, tuple[int, ...]]:
@@ -299,9 +297,7 @@ def _mark_movable(ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
         op.movable = frozenset(f for f in op.rule.cuttable if f in op.data or f not in minor)
 
 
-def _flood(
-    ops: list[OpNode], values: dict[ValueKey, ValueInfo], name: str, source: Callable[[int], bool]
-) -> None:
+def _flood(ops: list[OpNode], values: dict[ValueKey, ValueInfo], name: str, source: Callable[[int], bool]) -> None:
     """Mark the factors reached from the input dims that `source` selects."""
     marks: dict[ValueKey, list[list[bool]]] = {
         key: [[info.kind == "input" and source(i)] * len(dim) for i, dim in enumerate(info.atoms)]

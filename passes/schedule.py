@@ -92,12 +92,12 @@ def _resting(graph: Annotated) -> set[ValueKey]:
 
 
 def _reads(ops: Iterable[OpNode], derived: Callable[[OpNode], Derived]) -> list[Need]:
-    return [
-        (key, port.layout) for op in ops for key, port in zip(op.operands, derived(op).inputs, strict=True)
-    ]
+    return [(key, port.layout) for op in ops for key, port in zip(op.operands, derived(op).inputs, strict=True)]
 
 
-def _through_views(graph: Annotated, key: ValueKey, views: frozenset[str], stop: Callable[[ValueKey], bool]) -> ValueKey:
+def _through_views(
+    graph: Annotated, key: ValueKey, views: frozenset[str], stop: Callable[[ValueKey], bool]
+) -> ValueKey:
     """The value behind a chain of views."""
     while not stop(key) and key[0] in views and graph.by_name[key[0]].operands:
         key = graph.by_name[key[0]].operands[0]
@@ -157,9 +157,7 @@ def _used(
     return list(found)
 
 
-def _plan_transfers(
-    graph: Annotated, phase: Phase, derived: Callable[[OpNode], Derived], rest: set[ValueKey]
-) -> None:
+def _plan_transfers(graph: Annotated, phase: Phase, derived: Callable[[OpNode], Derived], rest: set[ValueKey]) -> None:
     """Made values move on at once; resting ones (and views of them) one heavy op before their first use."""
     ahead: list[str] = []
     lazy = _lazy(graph, phase, rest)

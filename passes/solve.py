@@ -60,9 +60,7 @@ class Solve:
     options: SolverOptions
     memory_limit: int | None = None
 
-    def apply(
-        self, problem: Problem, hint: Assignment | None = None, progress: Progress | None = None
-    ) -> Solution:
+    def apply(self, problem: Problem, hint: Assignment | None = None, progress: Progress | None = None) -> Solution:
         """Raises:
         InfeasibleError: no assignment fits in the memory limit.
         """
@@ -124,9 +122,7 @@ class Solve:
 
     def _infeasible(self, problem: Problem, choice: Assignment) -> InfeasibleError:
         least = memory_bytes(problem, choice)
-        held = sum(
-            sizes[choice[root]] for root, sizes in problem.persistent.items() if root < 0
-        )
+        held = sum(sizes[choice[root]] for root, sizes in problem.persistent.items() if root < 0)
         saved = sum(sizes[choice[root]] for root, sizes in problem.persistent.items() if root >= 0)
         assert self.memory_limit is not None
         largest = max(problem.space.params, key=lambda p: p.value.numel * len(p.names), default=None)
@@ -143,9 +139,7 @@ class Solve:
 class _Watch(cp_model.CpSolverSolutionCallback):
     """Notes when the first solution came, reports progress, and stops a search that has stopped improving."""
 
-    def __init__(
-        self, start: float, progress: Progress | None, solver: cp_model.CpSolver, patience_s: float
-    ) -> None:
+    def __init__(self, start: float, progress: Progress | None, solver: cp_model.CpSolver, patience_s: float) -> None:
         super().__init__()
         self._start = start
         self._progress = progress
@@ -234,7 +228,9 @@ class _Model:
     def _indicators(self, use: Use) -> list[tuple[int, int, cp_model.LinearExprT]]:
         """(source layout, target layout, 0/1 expression) for each pair that the use may need."""
         if use.from_root is None or use.to_root is None:
-            members, root = (use.to_members, use.to_root) if use.from_root is None else (use.from_members, use.from_root)
+            members, root = (
+                (use.to_members, use.to_root) if use.from_root is None else (use.from_members, use.from_root)
+            )
             if root is None:
                 return [(0, 0, 1)]
             sums = [(i, self._sum(root, members[i])) for i in self._present(root, members)]
@@ -287,14 +283,12 @@ class _Model:
         held = self._held()
         self.cp.add(held <= room)
         for expr in self._transients():
-            self.cp.add(held + expr <= room)
+            self.cp.add(cp_model.LinearExpr.sum([held, expr]) <= room)
 
     def _transients(self) -> list[cp_model.LinearExprT]:
         distinct = {(root, tuple(sizes)) for root, sizes in self.problem.transient}
         return [
-            cp_model.LinearExpr.weighted_sum(
-                list(self.x[root].values()), [-(-sizes[i] // 1024) for i in self.x[root]]
-            )
+            cp_model.LinearExpr.weighted_sum(list(self.x[root].values()), [-(-sizes[i] // 1024) for i in self.x[root]])
             for root, sizes in sorted(distinct)
         ]
 
@@ -310,7 +304,7 @@ class _Model:
         peak = self.cp.new_int_var(0, 2**50, "peak")
         for expr in self._transients():
             self.cp.add(peak >= expr)
-        self.cp.minimize(self._held() + peak)
+        self.cp.minimize(cp_model.LinearExpr.sum([self._held(), peak]))
 
     def hint(self, choice: Assignment) -> None:
         for root, variables in self.x.items():
@@ -328,4 +322,3 @@ class _Model:
             root: next(i for i, var in variables.items() if solver.boolean_value(var))
             for root, variables in self.x.items()
         }
-

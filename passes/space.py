@@ -20,7 +20,7 @@ from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.ir.rule import SUM
 from stpart_compiler.ir.spacetime import MOVE, Derived, Strategy, derive
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
-from stpart_compiler.passes.strategies import StrategySpace, enumerate_strategies, is_contraction
+from stpart_compiler.passes.strategies import DEFAULT_SPACE, StrategySpace, enumerate_strategies, is_contraction
 
 LARGE_IN_LATENCIES = 20.0
 """A product that takes longer than so many link latencies on one rank is never repeated along an axis."""
@@ -172,7 +172,7 @@ class BuildSpace:
     """annotated ops -> search space."""
 
     costs: Costs
-    options: StrategySpace = StrategySpace()
+    options: StrategySpace = DEFAULT_SPACE
 
     def apply(self, graph: Annotated, restriction: Restriction = Restriction()) -> Space:
         mesh = self.costs.mesh
@@ -217,9 +217,8 @@ class BuildSpace:
             return own
         return _following(own, lead, graph, done, params, param_class, self.costs) or own
 
-
     def _busy(self, op: OpNode, strategies: list[Strategy]) -> list[Strategy]:
-        """Leave out idle axes where a product is large: repeating it on ranks costs far more than any re-layout saves."""
+        """Leave out idle axes where a product is large: repeating it costs far more than any re-layout saves."""
         if not is_contraction(op.rule):
             return strategies
         nothing = Strategy(tuple(() for _ in op.rule.factors))
@@ -349,9 +348,7 @@ def _best_for(own: Choices, lead: int, layout: Layout, itemsize: int, costs: Cos
     return min(pool, key=price)
 
 
-def _grouped(
-    own: Choices, root: int, produced: list[tuple[Layout, list[int]]], table: dict[Layout, int]
-) -> Choices:
+def _grouped(own: Choices, root: int, produced: list[tuple[Layout, list[int]]], table: dict[Layout, int]) -> Choices:
     members: dict[int, list[int]] = {}
     for layout, ids in produced:
         members.setdefault(table[layout], []).extend(ids)
@@ -408,9 +405,7 @@ def _skewed_rest(shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> list[
     return out
 
 
-def _params(
-    graph: Annotated, mesh: Mesh, restriction: Restriction
-) -> tuple[list[ParamChoices], dict[ValueKey, int]]:
+def _params(graph: Annotated, mesh: Mesh, restriction: Restriction) -> tuple[list[ParamChoices], dict[ValueKey, int]]:
     groups: dict[tuple[object, ...], ParamChoices] = {}
     order: dict[ValueKey, int] = {}
     for info in graph.captured.params:
@@ -475,7 +470,9 @@ def _finals(graph: Annotated, param_class: dict[ValueKey, int]) -> list[Edge]:
     return list(found.values())
 
 
-def layouts_of(space: Space, producer: tuple[str, int, int], value: ValueInfo) -> tuple[int | None, list[Layout], list[list[int]]]:
+def layouts_of(
+    space: Space, producer: tuple[str, int, int], value: ValueInfo
+) -> tuple[int | None, list[Layout], list[list[int]]]:
     """Root, distinct layouts, and per layout the root's choices, of the values of a producer class."""
     kind, index, result = producer
     if kind == "fixed":

@@ -33,6 +33,7 @@ class StrategySpace:
     forms: tuple[tuple[int, int], ...] = ((1, 0), (0, 1), (1, 1))
 
 
+DEFAULT_SPACE = StrategySpace()
 FULL_SPACE = StrategySpace(time_only=True, forms=((1, 0), (0, 1), (1, 1), (1, -1)))
 
 
@@ -41,7 +42,7 @@ def enumerate_strategies(
     rule: OpRule,
     mesh: Mesh,
     movable: frozenset[int],
-    space: StrategySpace = StrategySpace(),
+    space: StrategySpace = DEFAULT_SPACE,
     tokens: frozenset[int] = frozenset(),
 ) -> tuple[Strategy, ...]:
     """Every valid strategy of the space, the fully replicated one first.

@@ -153,7 +153,9 @@ def _square(mesh: Mesh) -> str | None:
 
 
 _ALL = (
-    Template("data", "batch cut over all ranks, parameters replicated", Restriction(_data, whole_layouts, _cuts), _always),
+    Template(
+        "data", "batch cut over all ranks, parameters replicated", Restriction(_data, whole_layouts, _cuts), _always
+    ),
     Template(
         "zero3",
         "batch cut over all ranks, parameters sharded and gathered for use",

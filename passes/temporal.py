@@ -52,13 +52,17 @@ class _Loop:
         self.rest = operands
         self.emitter = emitter
         self.blocks = [
-            Block(op.rule, factor_range(strategy, op.rule, emitter.mesh, builder.rank, t)) for t in range(strategy.steps)
+            Block(op.rule, factor_range(strategy, op.rule, emitter.mesh, builder.rank, t))
+            for t in range(strategy.steps)
         ]
         self.transposed = [
             emitter.is_turned(key, port.layout, x)
             for key, port, x in zip(op.operands, derived.inputs, operands, strict=True)
         ]
-        self.current = [self._outgoing(i) if port.motion == MOVE else x for i, (port, x) in enumerate(zip(self.ins, operands, strict=True))]
+        self.current = [
+            self._outgoing(i) if port.motion == MOVE else x
+            for i, (port, x) in enumerate(zip(self.ins, operands, strict=True))
+        ]
         self.first_tag = builder.reserve(strategy.steps * (len(operands) + 1))
         self.parts: list[Value] = []
         self.arriving: tuple[Value, tuple[int, ...]] | None = None
@@ -163,9 +167,7 @@ class _Loop:
         tensor = self.op.rule.outputs[0]
         dim = next(d for d, factors in enumerate(tensor) if f in factors)
         order = sorted(range(len(self.parts)), key=lambda t: (self.blocks[t].ranges[f], -t))
-        sizes = [
-            [b - a for a, b in (self.blocks[t].ranges[g] for g in tensor[dim])] for t in order
-        ]
+        sizes = [[b - a for a, b in (self.blocks[t].ranges[g] for g in tensor[dim])] for t in order]
         return concat(self.builder, [self.parts[t] for t in order], dim, sizes, tensor[dim].index(f), self.op.name)
 
 
@@ -195,7 +197,12 @@ def narrow(builder: Builder, value: Value, dim: int, sizes: list[int], at: int, 
     shape = list(value.shape)
     shape[dim + at] = high - low
     out = builder.call(
-        aten.slice.Tensor, (value, dim + at, low, high), shape=shape, dtype=value.dtype, stem=f"{value.name}_s", kind="view"
+        aten.slice.Tensor,
+        (value, dim + at, low, high),
+        shape=shape,
+        dtype=value.dtype,
+        stem=f"{value.name}_s",
+        kind="view",
     )
     if len(sizes) == 1:
         return out
@@ -211,9 +218,7 @@ def reshape(builder: Builder, value: Value, shape: tuple[int, ...]) -> Value:
     )
 
 
-def concat(
-    builder: Builder, parts: list[Value], dim: int, sizes: list[list[int]], at: int, stem: str
-) -> Value:
+def concat(builder: Builder, parts: list[Value], dim: int, sizes: list[list[int]], at: int, stem: str) -> Value:
     """Join blocks along the `at`-th part of a dim; `sizes[i]`: extents of the dim's parts in block i."""
     split = len(sizes[0]) > 1
     if split:

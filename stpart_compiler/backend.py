@@ -1,8 +1,8 @@
 """`torch.compile(model, backend="stpart", options={"mesh": (2, 2), ...})`.
 
 Parameters stay whole on every rank here, since dynamo guards their shapes; activations and compute are partitioned.
-A model that dynamo cuts in pieces is refused. Where dynamo gives a function up before it has found anything to compile, it
-runs the function in Python and never calls the backend: fullgraph=True turns that into an error too.
+A model that dynamo cuts in pieces is refused. Where dynamo gives a function up before it has found anything to compile,
+it runs the function in Python and never calls the backend: fullgraph=True turns that into an error too.
 
 Each shape of the inputs gets a plan of its own, made at the first call with it: where dynamo's graph is symbolic in a
 size, the graph is specialised to the size of the call.

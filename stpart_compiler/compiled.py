@@ -38,8 +38,8 @@ class RankModules:
 class CompiledModel:
     """A plan with the verified programs of all ranks.
 
-    Parameters come from the model that was compiled, from a state dict (`load_state_dict`), or, for a meta model, from an
-    initializer (`initialize`); each rank takes its blocks.
+    Parameters come from the model that was compiled, from a state dict (`load_state_dict`), or, for a meta model, from
+    an initializer (`initialize`); each rank takes its blocks.
     """
 
     def __init__(
@@ -75,7 +75,9 @@ class CompiledModel:
             ValueError: no such rank.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank: {rank} is not in 0..{self.world_size - 1}, the ranks of mesh {self.interface.mesh}")
+            raise ValueError(
+                f"rank: {rank} is not in 0..{self.world_size - 1}, the ranks of mesh {self.interface.mesh}"
+            )
         if rank not in self._programs:
             artifact = self.artifacts[rank]
             backward = emit_fx(artifact.backward) if artifact.backward is not None else None
@@ -199,11 +201,14 @@ def load_compiled(directory: str | Path) -> CompiledModel:
     """
     path = Path(directory)
     if not (path / "meta.json").exists():
-        raise ValueError(f"load_compiled: {path} holds no compiled model (meta.json is missing); give a directory that save() wrote")
+        raise ValueError(
+            f"load_compiled: {path} holds no compiled model (meta.json is missing); give a directory that save() wrote"
+        )
     meta = json.loads((path / "meta.json").read_text())
     if meta["torch"] != torch.__version__:
         raise ValueError(
-            f"load_compiled: {path} was made with torch {meta['torch']}, this is torch {torch.__version__}; compile again"
+            f"load_compiled: {path} was made with torch {meta['torch']}, this is torch {torch.__version__};"
+            " compile again"
         )
     artifacts = []
     for rank in range(meta["ranks"]):

@@ -63,8 +63,7 @@ def test_several_ranks(world: int, tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(texts)
-    expected = len(RANKS.CASES) * len(RANKS.MESHES[world])
-    assert [text.count(" ok\n") for text in texts] == [expected] * world
+    assert [text.count(" ok\n") for text in texts] == [len(RANKS.ON_RANKS[world])] * world
 
 
 def test_found_without_import() -> None:

@@ -32,7 +32,7 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class InputSlot:
-    """A leaf of (args, kwargs): a global tensor of fixed shape and dtype, or a constant that must be equal at run time."""
+    """A leaf of (args, kwargs): a global tensor of fixed shape and dtype, or a constant that must be equal then."""
 
     path: str
     shape: tuple[int, ...] | None

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -91,7 +92,7 @@ class Atom:
 
 
 def chunk_range(size: int, parts: int, index: int) -> Range:
-    """Range of block `index` when `size` elements are cut in `parts` blocks like `torch.chunk`, padded with empty ones."""
+    """Range of block `index` of `parts` blocks that `size` elements are cut in (torch.chunk); the last may be empty."""
     chunk = -(-size // parts)
     low = min(index * chunk, size)
     return low, min(low + chunk, size)
@@ -316,10 +317,10 @@ def _add_block(out: torch.Tensor, local: torch.Tensor, ranges: tuple[Range, ...]
         out.add_(local.reshape(out.shape))
 
 
-def digit_to_json(digit: Digit) -> list[object]:
+def digit_to_json(digit: Digit) -> list[Any]:
     return [[list(pair) for pair in digit.coeffs], digit.q, digit.tau, digit.offset]
 
 
-def digit_from_json(data: Sequence[object]) -> Digit:
+def digit_from_json(data: Sequence[Any]) -> Digit:
     coeffs, q, tau, offset = data
-    return Digit(tuple((str(a), int(c)) for a, c in coeffs), int(q), int(tau), int(offset))  # type: ignore[attr-defined, call-overload]
+    return Digit(tuple((str(a), int(c)) for a, c in coeffs), int(q), int(tau), int(offset))

@@ -1,4 +1,4 @@
-"""Space-time maps: how one op's loop dims are spread over ranks and time steps, and all that follows (DESIGN section 1).
+"""Space-time maps: how one op's loop dims are spread over ranks and time steps, and all that follows.
 
 A `Strategy` gives each factor of a rule its digits. `derive` answers, from the linear forms alone: which block of each
 operand a rank holds at rest, which operands move and to whom, which are sliced locally step by step, how the results
@@ -25,7 +25,7 @@ MOVE = "move"  # operand: the block of step t+1 comes from the rank at +shift; r
 
 @dataclass(frozen=True)
 class Strategy:
-    """A point of an op's space-time space. `digits[f]` cut factor f; at most one digit has time, the minor one of its factor.
+    """A point of an op's space. `digits[f]` cut factor f; at most one digit has time, the minor one of its factor.
 
     `pending` digits pass through the operands `rule.linear[linear]` from inputs to outputs.
     """
@@ -79,8 +79,7 @@ def factor_range(strategy: Strategy, rule: OpRule, mesh: Mesh, rank: int, t: int
     """Per factor, the index range that `rank` computes at step `t`."""
     coords = mesh.coords[rank]
     return tuple(
-        Atom(factor.size, digits).range(coords, t)
-        for factor, digits in zip(rule.factors, strategy.digits, strict=True)
+        Atom(factor.size, digits).range(coords, t) for factor, digits in zip(rule.factors, strategy.digits, strict=True)
     )
 
 
@@ -127,9 +126,7 @@ def _has_factor(tensor: TensorMap, factor: int | None) -> bool:
     return factor is not None and any(factor in dim for dim in tensor)
 
 
-def _layout(
-    rule: OpRule, strategy: Strategy, tensor: TensorMap, t: int | None, partial: tuple[Digit, ...]
-) -> Layout:
+def _layout(rule: OpRule, strategy: Strategy, tensor: TensorMap, t: int | None, partial: tuple[Digit, ...]) -> Layout:
     """Layout of a tensor with the time step fixed at `t`, or without the time digit (None)."""
 
     def at_rest(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:

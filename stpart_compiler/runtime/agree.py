@@ -34,9 +34,7 @@ def check_world(mesh: Mesh) -> None:
         )
 
 
-def agree_on_plan(
-    solve: Callable[[], tuple[Plan, T]], rebuild: Callable[[Plan], tuple[Plan, T]]
-) -> tuple[Plan, T]:
+def agree_on_plan(solve: Callable[[], tuple[Plan, T]], rebuild: Callable[[Plan], tuple[Plan, T]]) -> tuple[Plan, T]:
     """Rank 0 solves and sends its plan, or its error, to all; without a process group it just solves."""
     if not is_online():
         return solve()
@@ -78,6 +76,7 @@ def local_engine(interface: Interface, timeout_s: float) -> Engine:
     if different:
         shown = ", ".join(f"rank {rank}: {str(digests[rank])[:12]}" for rank in (0, *different))
         raise RuntimeError(
-            f"plan digests differ ({shown}); every rank must compile the same model, inputs and options, or load the same plan"
+            f"plan digests differ ({shown}); every rank must compile the same model, inputs and options, or"
+            " load the same plan"
         )
     return online_engine(timeout_s)

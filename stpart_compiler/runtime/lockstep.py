@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,9 @@ def _run(rank: _Rank, instr: Instr, box: Box, pool: Pool) -> bool:
         results = result if instr.multi else (result,)
         for value, tensor in zip(instr.outs, results, strict=True):
             if value is not None:
-                assert tuple(tensor.shape) == value.shape, f"{instr.origin}: {value} is {tuple(tensor.shape)}, not {value.shape}"
+                assert tuple(tensor.shape) == value.shape, (
+                    f"{instr.origin}: {value} is {tuple(tensor.shape)}, not {value.shape}"
+                )
                 assert tensor.dtype == value.dtype, f"{instr.origin}: {value} is {tensor.dtype}, not {value.dtype}"
                 rank.env[value.name] = tensor
     return True
@@ -104,7 +107,9 @@ def _bound(item: Any, env: dict[str, torch.Tensor]) -> Any:
 def _poisoned(value: Value) -> torch.Tensor:
     if value.dtype.is_floating_point or value.dtype.is_complex:
         return torch.full(value.shape, float("nan"), dtype=value.dtype)
-    return torch.full(value.shape, True if value.dtype == torch.bool else torch.iinfo(value.dtype).max, dtype=value.dtype)
+    return torch.full(
+        value.shape, True if value.dtype == torch.bool else torch.iinfo(value.dtype).max, dtype=value.dtype
+    )
 
 
 def _exchange(rank: _Rank, instr: Instr, box: Box) -> None:
@@ -115,7 +120,7 @@ def _exchange(rank: _Rank, instr: Instr, box: Box) -> None:
     for value, message in instr.recvs:
         buffer = rank.env[value.name] = _poisoned(value)
         key = (message.peer, here, message.tag, instr.channel)
-        rank.arrivals.setdefault((message.tag, instr.channel), []).append(lambda b=buffer, k=key: _receive(b, k, box))
+        rank.arrivals.setdefault((message.tag, instr.channel), []).append(partial(_receive, buffer, key, box))
 
 
 def _receive(buffer: torch.Tensor, key: tuple[int, int, int, int], box: Box) -> bool:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 Result = TypeVar("Result")
 
 
-class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PeakBytes(TorchDispatchMode):
     """Bytes of live tensor storages, and their peak, while the mode is active on the calling thread.
 
     The same for real and fake tensors; backward is included. Counted are the storages of `existing` (parameters,

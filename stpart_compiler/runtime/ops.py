@@ -138,7 +138,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def _define() -> Any:
-    library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library(NAMESPACE, "DEF")
     for name, schema in SCHEMAS.items():
         real, fake = KERNELS[name]
         library.define(name + schema)

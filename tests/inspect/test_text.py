@@ -183,7 +183,7 @@ def test_dot_marks_relayouts_and_temporal_maps(graph: Annotated, placement: Plac
 
 def test_dumper_numbers_what_each_pass_made(tmp_path: Path, graph: Annotated, placement: Placement) -> None:
     plan = hand_made_plan(graph, placement)
-    programs = BuildPrograms(placement.cost).apply(graph, plan)
+    programs = BuildPrograms(placement.cost, torch.device("cpu")).apply(graph, plan)
     dumper = Dumper(tmp_path / "new" / "dumps")
     dumper.graph("capture", graph.captured.gm)
     dumper.annotated(graph)
