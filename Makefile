@@ -9,7 +9,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint types bench clean
+.PHONY: help install demo test lint types bench docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -37,6 +37,9 @@ types: $(INSTALLED) ## Check the types with mypy --strict
 
 bench: $(INSTALLED) ## Run the benchmarks, one after the other
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+
+docs: $(INSTALLED) ## Write the generated pages of docs/
+	$(BIN)/python docs/generate.py
 
 clean: ## Remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
