@@ -117,7 +117,7 @@ def _polished(problem: Problem, choice: Assignment, multiplier: float, rounds: i
         changed = False
         for root, count in problem.roots.items():
             local = problem.local(root)
-            held = problem.persistent.get(root, [0] * count)
+            held = problem.turn.get(root, [0] * count)
             prices = [local.price({**choice, root: i}) + multiplier * held[i] for i in range(count)]
             least = int(np.argmin(prices))
             if prices[least] < prices[choice[root]]:
@@ -144,7 +144,7 @@ class Model:
         pairwise: dict[Edge, Array] = {}
         for group in problem.uses:
             _add_group(problem, group, unary, pairwise)
-        held = {r: np.array(problem.persistent.get(r, [0] * n), dtype=np.float64) for r, n in problem.roots.items()}
+        held = {r: np.array(problem.turn.get(r, [0] * n), dtype=np.float64) for r, n in problem.roots.items()}
         # parameters first, then ops in graph order: chains of the graph are monotone in this order
         order = sorted(problem.roots, key=lambda root: (root >= 0, root))
         return Model(unary, pairwise, held, order)

@@ -76,7 +76,8 @@ class Problem:
     roots: dict[int, int] = field(default_factory=dict)  # root -> number of choices
     own: dict[int, list[int]] = field(default_factory=dict)  # root -> ns per choice (with its followers)
     uses: list[list[Use]] = field(default_factory=list)  # grouped by (producer, phase): re-layouts are shared inside
-    persistent: dict[int, list[int]] = field(default_factory=dict)  # root -> bytes per choice held through the step
+    turn: dict[int, list[int]] = field(default_factory=dict)  # root -> bytes per choice held when backward starts
+    end: dict[int, list[int]] = field(default_factory=dict)  # root -> bytes per choice held when backward ends
     constant_bytes: int = 0
     transient: list[tuple[int, list[int]]] = field(default_factory=list)  # (root, bytes per choice) per op class
 
@@ -144,11 +145,11 @@ def _root_size(space: Space, root: int) -> int:
 
 
 def _block_bytes(choices: Choices, s: int) -> int:
-    """Bytes of the operands and results of one op, with double buffers for what moves."""
+    """Bytes of the results of one op, with double buffers for what moves. Operands mostly count as held already."""
     derived, call = choices.derived[s], choices.op.call
     total = 0
     for port, operand in zip(derived.inputs, call.operands, strict=True):
-        copies = 3 if port.motion == "move" else 1
+        copies = 2 if port.motion == "move" else 0
         total += copies * max_local_numel(port.layout) * operand.dtype.itemsize
     for port, result in zip(derived.outputs, call.results, strict=True):
         if result is not None:
@@ -165,12 +166,13 @@ def _price_params(problem: Problem) -> None:
         problem.own.setdefault(root, [0] * len(params.layouts))
         trained = sum(1 for name in params.names if by_name[name].requires_grad)
         itemsize = params.value.dtype.itemsize
-        problem.persistent[root] = []
+        problem.turn[root], problem.end[root] = [], []
         for layout in params.layouts:
             numel = max_local_numel(layout)
             kept = parameter_bytes(numel, itemsize, problem.options.optimizer, True) * trained
             frozen = parameter_bytes(numel, itemsize, problem.options.optimizer, False) * (len(params.names) - trained)
-            problem.persistent[root].append(kept + frozen)
+            problem.turn[root].append(kept + frozen - numel * itemsize * trained)
+            problem.end[root].append(kept + frozen)
     fixed = [info for info in problem.space.graph.values.values() if info.kind in ("buffer", "input", "constant")]
     problem.constant_bytes = sum(info.numel * info.dtype.itemsize for info in fixed)
 
@@ -229,7 +231,7 @@ def _price_saved(problem: Problem) -> None:
 
 def _add_saved(problem: Problem, klass: int, result: int, value: ValueInfo) -> None:
     choices = problem.space.choices[klass]
-    sizes = problem.persistent.setdefault(choices.root, [0] * _root_size(problem.space, choices.root))
+    sizes = problem.turn.setdefault(choices.root, [0] * _root_size(problem.space, choices.root))
     for derived, members in zip(choices.derived, choices.members, strict=True):
         nbytes = max_local_numel(derived.outputs[result].layout) * value.dtype.itemsize
         for i in members:
@@ -253,6 +255,10 @@ def group_price(group: list[Use], choice: Assignment) -> int:
 
 
 def memory_bytes(problem: Problem, choice: Assignment) -> int:
-    """Bytes per rank that constraint family 4 counts."""
-    held = problem.constant_bytes + sum(sizes[choice[root]] for root, sizes in problem.persistent.items())
-    return held + max((sizes[choice[root]] for root, sizes in problem.transient), default=0)
+    """Bytes per rank that constraint family 4 counts.
+
+    Backward frees saved values as it makes gradients, so the peak is where it starts or where it ends.
+    """
+    held = max(sum(sizes[choice[root]] for root, sizes in table.items()) for table in (problem.turn, problem.end))
+    largest = max((sizes[choice[root]] for root, sizes in problem.transient), default=0)
+    return problem.constant_bytes + held + largest

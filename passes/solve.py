@@ -10,8 +10,8 @@ Constraints:
  2. for a use whose producer and consumer have different roots, a flow between produced and required layouts whose
     marginals equal the choices on both sides: the LP relaxation is tight (`_add_flow`);
  3. a value needed in one layout by several uses of one phase is re-laid out once (`_add_shared`);
- 4. memory per rank: parameters with gradients and optimizer state, plus saved activations, plus each op's own blocks,
-    at every op that can be the peak (`_add_memory`).
+ 4. memory per rank, where backward starts (parameters, optimizer state, saved activations) and where it ends (parameters
+    with gradients and optimizer state), each with the blocks of any one op (`add_memory`).
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class Solve:
 
     def _infeasible(self, problem: Problem, choice: Assignment) -> InfeasibleError:
         least = memory_bytes(problem, choice)
-        held = sum(sizes[choice[root]] for root, sizes in problem.persistent.items() if root < 0)
-        saved = sum(sizes[choice[root]] for root, sizes in problem.persistent.items() if root >= 0)
+        held = sum(sizes[choice[root]] for root, sizes in problem.end.items())
+        saved = sum(sizes[choice[root]] for root, sizes in problem.turn.items() if root >= 0)
         assert self.memory_limit is not None
         largest = max(problem.space.params, key=lambda p: p.value.numel * len(p.names), default=None)
         name = f", most of it {largest.names[0]} and its like" if largest else ""
@@ -270,20 +270,17 @@ class _Model:
         self.flows.append((use, flow))
         return [(i, j, var) for (i, j), var in flow.items()]
 
-    def _held(self) -> cp_model.LinearExprT:
-        pairs = [
-            (var, -(-sizes[i] // 1024))
-            for root, sizes in self.problem.persistent.items()
-            for i, var in self.x[root].items()
-        ]
+    def _held(self, table: dict[int, list[int]]) -> cp_model.LinearExprT:
+        pairs = [(var, -(-sizes[i] // 1024)) for root, sizes in table.items() for i, var in self.x[root].items()]
         return cp_model.LinearExpr.weighted_sum([v for v, _ in pairs], [s for _, s in pairs])
 
     def add_memory(self, limit: int) -> None:
         room = max(0, limit - self.problem.constant_bytes) // 1024
-        held = self._held()
-        self.cp.add(held <= room)
-        for expr in self._transients():
-            self.cp.add(cp_model.LinearExpr.sum([held, expr]) <= room)
+        for table in (self.problem.turn, self.problem.end):
+            held = self._held(table)
+            self.cp.add(held <= room)
+            for expr in self._transients():
+                self.cp.add(cp_model.LinearExpr.sum([held, expr]) <= room)
 
     def _transients(self) -> list[cp_model.LinearExprT]:
         distinct = {(root, tuple(sizes)) for root, sizes in self.problem.transient}
@@ -304,7 +301,10 @@ class _Model:
         peak = self.cp.new_int_var(0, 2**50, "peak")
         for expr in self._transients():
             self.cp.add(peak >= expr)
-        self.cp.minimize(cp_model.LinearExpr.sum([self._held(), peak]))
+        held = self.cp.new_int_var(0, 2**50, "held")
+        for table in (self.problem.turn, self.problem.end):
+            self.cp.add(held >= self._held(table))
+        self.cp.minimize(cp_model.LinearExpr.sum([held, peak]))
 
     def hint(self, choice: Assignment) -> None:
         for root, variables in self.x.items():
