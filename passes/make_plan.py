@@ -59,7 +59,7 @@ class MakePlan:
         space = BuildSpace(self.costs).apply(graph, self._restricted(chosen.restriction))
         problem = BuildProblem(self.options, chosen.weights_stay).apply(space)
         quick = replace(self.options, patience_s=TEMPLATE_PATIENCE_S, gap=max(self.options.gap, TEMPLATE_GAP))
-        return space, problem, Solve(quick, self.memory_limit).apply(problem)
+        return space, problem, Solve(quick, self.memory_limit, polish_s=0.0).apply(problem)
 
     def _restricted(self, restriction: Restriction) -> Restriction:
         return replace(restriction, layouts=whole_layouts) if self.whole_parameters else restriction

@@ -57,7 +57,7 @@ class ValueInfo:
         return math.prod(self.shape)
 
 
-@dataclass
+@dataclass(eq=False)
 class Annotated:
     """The joint graph as ops over values, in topological order."""
 

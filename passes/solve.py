@@ -10,8 +10,8 @@ Constraints:
  2. for a use whose producer and consumer have different roots, a flow between produced and required layouts whose
     marginals equal the choices on both sides: the LP relaxation is tight (`_add_flow`);
  3. a value needed in one layout by several uses of one phase is re-laid out once (`_add_shared`);
- 4. memory per rank, where backward starts (parameters, optimizer state, saved activations) and where it ends (parameters
-    with gradients and optimizer state), each with the blocks of any one op (`add_memory`).
+ 4. memory per rank, where backward starts (parameters, optimizer state, saved activations) and where it ends
+    (parameters with gradients and optimizer state), each with the blocks of any one op (`add_memory`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from stpart_compiler.passes.bound import Bound, FindBound
 from stpart_compiler.passes.problem import Assignment, Problem, SolverOptions, Use, evaluate, memory_bytes
 
 POLISH_S = 2.0
-"""Seconds for CP-SAT when the first assignment is already proven to be within the wanted gap."""
 
 Progress = Callable[[str], None]
 
@@ -55,10 +54,14 @@ class InfeasibleError(ValueError):
 
 @dataclass(frozen=True)
 class Solve:
-    """priced problem -> cheapest assignment within `memory_limit` bytes per rank."""
+    """priced problem -> cheapest assignment within `memory_limit` bytes per rank.
+
+    `polish_s`: seconds for CP-SAT where the first assignment is already proven to be within the wanted gap.
+    """
 
     options: SolverOptions
     memory_limit: int | None = None
+    polish_s: float = POLISH_S
 
     def apply(self, problem: Problem, hint: Assignment | None = None, progress: Progress | None = None) -> Solution:
         """Raises:
@@ -70,14 +73,17 @@ class Solve:
         if progress is not None and bound.choice is not None:
             best = evaluate(problem, bound.choice)
             progress(f"bound {first:.1f} s: plan found, within {100 * (1 - bound.lower / best):.1f} % of the bound")
+        near = bound.choice is not None and bound.lower >= (1 - self.options.gap) * evaluate(problem, bound.choice)
+        if near and not self.polish_s:
+            assert bound.choice is not None
+            return Solution(bound.choice, evaluate(problem, bound.choice), bound.lower, "BOUNDED", first, first)
         model = _Model(problem, bound)
         if self.memory_limit is not None:
             model.add_memory(self.memory_limit)
         model.minimize_time()
         if bound.choice is not None:
             model.hint(bound.choice)
-        near = bound.choice is not None and bound.lower >= (1 - self.options.gap) * evaluate(problem, bound.choice)
-        solver = self._solver(min(POLISH_S, self.options.time_limit_s) if near else self.options.time_limit_s)
+        solver = self._solver(min(self.polish_s, self.options.time_limit_s) if near else self.options.time_limit_s)
         watch = _Watch(start, progress, solver, self.options.patience_s)
         status = solver.solve(model.cp, watch)
         watch.cancel()

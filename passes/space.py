@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from stpart_compiler.cost_models.cluster import Cluster
 from stpart_compiler.cost_models.communication import LinkCost, temporal_seconds
@@ -193,7 +193,7 @@ class BuildSpace:
         params: list[ParamChoices],
         param_class: dict[ValueKey, int],
         restriction: Restriction,
-        carriers: set[str],
+        carriers: frozenset[str],
     ) -> Choices:
         op = members[0]
         mesh = self.costs.mesh
@@ -234,7 +234,8 @@ def _axes_used(strategy: Strategy) -> int:
     return len({axis for digits in strategy.digits for digit in digits for axis, _ in digit.coeffs})
 
 
-def pending_carriers(graph: Annotated) -> set[str]:
+@lru_cache(maxsize=4)
+def pending_carriers(graph: Annotated) -> frozenset[str]:
     """Ops through which a pending sum may pass with profit.
 
     An addition of two values that can both be pending saves a reduction. A view, cast or sum passes one on if what
@@ -256,7 +257,7 @@ def pending_carriers(graph: Annotated) -> set[str]:
         useful = op.name in finals or any(r.name in carriers for r in readers.get(op.name, ()))
         if joint or (passes and useful):
             carriers.add(op.name)
-    return carriers
+    return frozenset(carriers)
 
 
 def _can_pend(graph: Annotated) -> set[ValueKey]:

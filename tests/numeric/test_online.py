@@ -151,21 +151,21 @@ def fails(directory: Path, rank: int) -> dict[str, Any]:
     x = torch.load(directory / "x.pt")
     hanging, dying = compiled.local_module(HANG_S), compiled.local_module(PATIENCE_S)
     if rank == 3:
-        break_at_third_wait(hanging, lambda: time.sleep(3 * HANG_S))
-        break_at_third_wait(dying, lambda: os._exit(9))
+        break_at_first_wait(hanging, lambda: time.sleep(3 * HANG_S))
+        break_at_first_wait(dying, lambda: os._exit(9))
     found["hang"] = failure(lambda: hanging(x).backward())
     dist.barrier()
     found["death"] = failure(lambda: dying(x).backward())
     return found
 
 
-def break_at_third_wait(module: RankModule, event: Callable[[], object]) -> None:
+def break_at_first_wait(module: RankModule, event: Callable[[], object]) -> None:
     engine: Any = module.engine
     wait, calls = engine.wait, []
 
     def broken(*args: Any) -> None:
         calls.append(args)
-        if len(calls) == 3:
+        if len(calls) == 1:
             event()
         wait(*args)
 
