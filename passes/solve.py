@@ -120,6 +120,7 @@ class Solve:
         model = _Model(problem)
         model.minimize_memory()
         solver = self._solver(self.options.time_limit_s)
+        solver.parameters.relative_gap_limit = 0.0
         solver.solve(model.cp)
         leanest = model.read(solver)
         if self.memory_limit is None or memory_bytes(problem, leanest) <= self.memory_limit:
@@ -277,11 +278,11 @@ class _Model:
         return [(i, j, var) for (i, j), var in flow.items()]
 
     def _held(self, table: dict[int, list[int]]) -> cp_model.LinearExprT:
-        pairs = [(var, -(-sizes[i] // 1024)) for root, sizes in table.items() for i, var in self.x[root].items()]
+        pairs = [(var, sizes[i]) for root, sizes in table.items() for i, var in self.x[root].items()]
         return cp_model.LinearExpr.weighted_sum([v for v, _ in pairs], [s for _, s in pairs])
 
     def add_memory(self, limit: int) -> None:
-        room = max(0, limit - self.problem.constant_bytes) // 1024
+        room = max(0, limit - self.problem.constant_bytes)
         for table in (self.problem.turn, self.problem.end):
             held = self._held(table)
             self.cp.add(held <= room)
@@ -291,7 +292,7 @@ class _Model:
     def _transients(self) -> list[cp_model.LinearExprT]:
         distinct = {(root, tuple(sizes)) for root, sizes in self.problem.transient}
         return [
-            cp_model.LinearExpr.weighted_sum(list(self.x[root].values()), [-(-sizes[i] // 1024) for i in self.x[root]])
+            cp_model.LinearExpr.weighted_sum(list(self.x[root].values()), [sizes[i] for i in self.x[root]])
             for root, sizes in sorted(distinct)
         ]
 

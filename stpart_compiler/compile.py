@@ -31,6 +31,9 @@ from stpart_compiler.runtime.agree import agree_on_plan, check_world
 MEMORY_ROUNDS = 5
 """How often the solver's memory estimate is corrected by the exact one of the generated programs."""
 
+LEAN_SLACKS = (1.0, 1.02, 1.1)
+"""Room given to the solver, relative to the least it knows of, to find programs that really need least."""
+
 Progress = Callable[[str], None]
 
 
@@ -186,11 +189,18 @@ class Search:
         raise _over_limit(plan, self.limit)
 
     def _leanest(self, least: int) -> tuple[Plan, Programs]:
-        """The programs of the plan that needs least by the solver's estimate, if they fit."""
-        plan, programs, over = self._attempt(least + least // 200)
-        if over > 0:
-            raise _over_limit(plan, self.limit)
-        return plan, programs
+        """Programs of the plans that need least by the solver's estimate: the first that fit.
+
+        Raises:
+            InfeasibleError: none fits; names the least that any of them needs.
+        """
+        tried: list[Plan] = []
+        for slack in LEAN_SLACKS:
+            plan, programs, over = self._attempt(round(least * slack))
+            if over <= 0:
+                return plan, programs
+            tried.append(plan)
+        raise _over_limit(min(tried, key=lambda plan: plan.memory["peak"]), self.limit)
 
     def _attempt(self, room: int) -> tuple[Plan, Programs, int]:
         """A plan within `room` bytes by the solver's estimate, and how far its programs are over the limit."""

@@ -271,7 +271,20 @@ def _steps(table: Tables, pair: Pair, cost: StepCost) -> list[Step]:
         for index, cut in zip(order, stop.cuts, strict=True):
             cuts[index] = cut
         layouts.append(table.layout(pair, Placed(tuple(cuts), stop.partial)))
-    return [Step(leg.kind, a, b, leg.groups) for leg, a, b in zip(path.legs, layouts, layouts[1:], strict=False)]
+    return [_step(table, leg, a, b) for leg, a, b in zip(path.legs, layouts, layouts[1:], strict=False)]
+
+
+def _step(table: Tables, leg: Leg, a: Layout, b: Layout) -> Step:
+    """A leg of a path as a step of the tensor. A pattern has its atoms in an order of its own, so groups, which are in
+    the order of the blocks, are found anew; where no order suits both sides, pieces go one by one, at the same price.
+    """
+    if leg.groups:
+        pair = table.pair(a, b)
+        assert pair is not None, f"{a} to {b} is not one step"
+        found = find_leg(table, *_ends(pair))
+        assert found is not None, f"{a} to {b} is not one step"
+        leg = found
+    return Step(leg.kind, a, b, leg.groups)
 
 
 def _paths(table: Tables, pattern: _Pattern) -> Iterator[_Path]:
