@@ -57,7 +57,7 @@ def measure(layers: int, mesh_text: str, programs: bool) -> dict[str, Any]:
     first: list[float] = []
 
     def note(text: str) -> None:
-        if "plan found" in text and not first:
+        if ("plan found" in text or (text.startswith("template") and text.endswith(" ms"))) and not first:
             first.append(time.perf_counter() - start)
 
     plan = MakePlan(costs, SolverOptions(), costs.cluster.device.memory).apply(graph, note)

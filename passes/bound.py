@@ -22,7 +22,8 @@ from stpart_compiler.passes.problem import Assignment, Problem, Use, evaluate, m
 Array = npt.NDArray[np.float64]
 Edge = tuple[int, int]
 
-MULTIPLIER_STEPS = 12
+POLISH_ROUNDS = 3
+MULTIPLIER_STEPS = 8
 """Values of the memory multiplier that are tried."""
 
 
@@ -48,18 +49,22 @@ class FindBound:
         best = _Best(problem, self.memory_limit)
         if hint is not None:
             best.offer(hint)
-        lower, state = self._run(model, problem, best, 0.0)
+        lower, state = self._run(model, problem, best, 0.0, self.sweeps)
         if self.memory_limit is not None and not best.fits(model.decoded):
             lower, state = self._multiply(model, problem, best, lower, state)
+        if best.choice is not None:
+            best.offer(_polished(problem, best.choice, 0.0, self.memory_limit))
         alive = _alive(state, model, lower, best.seconds)
         return Bound(lower / 1e9, best.choice, alive)
 
-    def _run(self, model: Model, problem: Problem, best: _Best, multiplier: float) -> tuple[float, State]:
+    def _run(
+        self, model: Model, problem: Problem, best: _Best, multiplier: float, sweeps: int
+    ) -> tuple[float, State]:
         """Sweeps at one multiplier: bound in ns, and the reparametrised model."""
         state = model.state(multiplier)
         offset = multiplier * self._room(problem)
         lower = -np.inf
-        for sweep in range(self.sweeps):
+        for sweep in range(sweeps):
             decoded = state.sweep()
             now = state.bound() - offset
             stalled = now <= lower + 1e-4 * abs(lower)
@@ -80,7 +85,7 @@ class FindBound:
         low, high = 0.0, model.scale()
         for step in range(MULTIPLIER_STEPS):
             multiplier = high if step == 0 else (low * high) ** 0.5 if low else high / 30
-            now, here = self._run(model, problem, best, multiplier)
+            now, here = self._run(model, problem, best, multiplier, self.sweeps // 2)
             if now > lower:
                 lower, state = now, here
             fits = best.fits(model.decoded)
@@ -110,22 +115,32 @@ class _Best:
             self.choice, self.seconds = dict(choice), seconds
 
 
-def _polished(problem: Problem, choice: Assignment, multiplier: float, rounds: int = 3) -> Assignment:
-    """Change one root at a time while that pays, with the true cost of shared re-layouts."""
+def _polished(problem: Problem, choice: Assignment, multiplier: float, limit: int | None = None) -> Assignment:
+    """Change one root at a time while that pays (and fits in `limit`), with the true cost of shared re-layouts."""
     choice = dict(choice)
-    for _ in range(rounds):
-        changed = False
-        for root, count in problem.roots.items():
-            local = problem.local(root)
-            held = problem.turn.get(root, [0] * count)
-            prices = [local.price({**choice, root: i}) + multiplier * held[i] for i in range(count)]
-            least = int(np.argmin(prices))
-            if prices[least] < prices[choice[root]]:
-                choice[root] = least
-                changed = True
-        if not changed:
+    for _ in range(POLISH_ROUNDS):
+        changed = [_improve(problem, choice, root, multiplier, limit) for root in problem.roots]
+        if not any(changed):
             break
     return choice
+
+
+def _improve(problem: Problem, choice: Assignment, root: int, multiplier: float, limit: int | None) -> bool:
+    """Move one root to its cheapest choice; whether it moved."""
+    local, count, now = problem.local(root), problem.roots[root], choice[root]
+    held = problem.turn.get(root, [0] * count)
+    prices = []
+    for i in range(count):
+        choice[root] = i
+        prices.append(local.price(choice) + multiplier * held[i])
+    for i in np.argsort(prices, kind="stable"):
+        choice[root] = int(i)
+        if prices[i] >= prices[now]:
+            break
+        if limit is None or memory_bytes(problem, choice) <= limit:
+            return True
+    choice[root] = now
+    return False
 
 
 @dataclass

@@ -27,10 +27,10 @@ class SolverOptions:
     """
 
     seed: int = 0
-    time_limit_s: float = 30.0
+    time_limit_s: float = 10.0
     gap: float = 0.02
     workers: int = 2
-    patience_s: float = 5.0
+    patience_s: float = 3.0
     optimizer: str = "adamw"
 
 
