@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,11 +24,13 @@ SOLVER = st.SolverOptions(time_limit_s=30, patience_s=1)
 class Compiled:
     """An MLP under template primepar, with what one device computes."""
 
-    def __init__(self, q: int, tokens: tuple[int, ...], *, layers: int = 2, bias: bool = False, activation: bool = True):
+    def __init__(
+        self, q: int, tokens: tuple[int, ...], *, layers: int = 2, bias: bool = False, activation: bool = True
+    ) -> None:
         torch.manual_seed(q)
         widths = [HIDDEN if i % 2 else INNER for i in range(layers + 1)]
         parts: list[nn.Module] = []
-        for a, b in zip(widths, widths[1:], strict=False):
+        for a, b in pairwise(widths):
             parts += [nn.Linear(a, b, bias=bias), *([nn.GELU()] if activation else [])]
         self.model = nn.Sequential(*parts).double()
         self.x = torch.randn(*tokens, INNER, dtype=torch.float64)
