@@ -124,6 +124,8 @@ class PhaseEmitter:
         keep, self.builder.origin = self.builder.origin, self._relayout_origin(key)
         first = len(self.builder.body)
         made = emit_redistribution(self.builder, value, plan, self.mesh)
+        if made is value and layout.partial:
+            made = self._alias(value)
         self._allow_pending(first)
         self.builder.origin = keep
         self.have[(key, layout)] = made
@@ -139,6 +141,12 @@ class PhaseEmitter:
         A re-layout hands out the view itself on the ranks that keep their block, and a new tensor on the others.
         """
         return value.name in self.base and layout == self._made_in(key)
+
+    def _alias(self, value: Value) -> Value:
+        """Another name: the first holder of a new pending sum uses its tensor as it is, elsewhere it is no summand."""
+        return self.builder.call(
+            aten.alias.default, (value,), shape=value.shape, dtype=value.dtype, stem=f"{value.name}_p", kind="view"
+        )
 
     def _relayout_origin(self, key: ValueKey) -> Origin:
         op = self.placement.graph.by_name.get(key[0])
