@@ -48,8 +48,13 @@ class MakePlan:
             return _plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
         space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
         problem = BuildProblem(self.options).apply(space)
-        yardsticks, hint = self._yardsticks(graph, space, problem, progress)
+        yardsticks, hint, best = self._yardsticks(graph, space, problem, progress)
         solution = Solve(self.options, self.memory_limit).apply(problem, hint, progress)
+        if best is not None and best[2].seconds < solution.seconds:
+            # followers of a sub-space may have a little more freedom: then its plan is the better one
+            space, problem, found = best
+            bound = min(solution.bound, found.seconds)
+            solution = replace(solution, choice=found.choice, seconds=found.seconds, bound=bound)
         return _plan(graph, space, problem, solution, None, yardsticks, self.options)
 
     def _template(self, graph: Annotated, chosen: Template) -> tuple[Space, Problem, Solution]:
@@ -66,25 +71,28 @@ class MakePlan:
 
     def _yardsticks(
         self, graph: Annotated, space: Space, problem: Problem, progress: Progress
-    ) -> tuple[dict[str, float], Assignment | None]:
+    ) -> tuple[dict[str, float], Assignment | None, tuple[Space, Problem, Solution] | None]:
         """Price of every template that applies and fits; the best one as an assignment of the whole space."""
         prices: dict[str, float] = {}
         best: tuple[float, Assignment] | None = None
+        cheapest: tuple[Space, Problem, Solution] | None = None
         for chosen in TEMPLATES.values():
             if chosen.applies(self.costs.mesh) is not None:
                 continue
             try:
-                small, _, solution = self._template(graph, chosen)
+                small, own, solution = self._template(graph, chosen)
             except InfeasibleError:
                 progress(f"template {chosen.name}: does not fit in the memory limit")
                 continue
             prices[chosen.name] = solution.seconds
+            if cheapest is None or solution.seconds < cheapest[2].seconds:
+                cheapest = (small, own, solution)
             progress(f"template {chosen.name}: {solution.seconds * 1e3:.3f} ms")
             hint = _translated(small, solution.choice, space)
             fits = memory_bytes(problem, hint) <= self.memory_limit
             if fits and (best is None or evaluate(problem, hint) < best[0]):
                 best = (evaluate(problem, hint), hint)
-        return prices, best[1] if best else None
+        return prices, best[1] if best else None, cheapest
 
 
 def strategy_of(space: Space, choice: Assignment, klass: int) -> tuple[int, Strategy]:

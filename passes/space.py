@@ -199,7 +199,7 @@ class BuildSpace:
         mesh = self.costs.mesh
         strategies = list(enumerate_strategies(op.rule, mesh, op.movable, self.options, op.data))
         strategies = [s for s in strategies if not s.pending or (op.name in carriers and not _twice(op, s))]
-        strategies = restriction.strategies(op, self._busy(op, strategies), mesh)
+        strategies = self._busy(op, restriction.strategies(op, strategies, mesh))
         derived = [derive(op.rule, s, mesh) for s in strategies]
         costs = [self.costs.op(op, s, d) for s, d in zip(strategies, derived, strict=True)]
         own = Choices(

@@ -303,14 +303,15 @@ def test_failures(tmp_path: Path) -> None:
         assert seen["plan"]["kind"] == "RuntimeError"
         assert "plan digests differ" in seen["plan"]["text"]
         assert "rank 2" in seen["plan"]["text"]
-        for case in ("hang", "death"):
-            assert seen[case]["kind"] == "CommTimeoutError", seen[case]
-            assert "node " in seen[case]["text"]
-            assert "module " in seen[case]["text"]
-            assert "peer " in seen[case]["text"]
-        # Nobody waits longer than the timeout; a death is noticed at once.
-        assert seen["hang"]["seconds"] < 2 * HANG_S
-        assert seen["death"]["seconds"] < PATIENCE_S
+    for case in ("hang", "death"):
+        # A rank that needs nothing of the failed one in this step may finish it.
+        stopped = [seen[case] for seen in found[:3] if seen[case]["kind"] != "none"]
+        assert stopped, case
+        for seen in stopped:
+            assert seen["kind"] == "CommTimeoutError", seen
+            assert all(part in seen["text"] for part in ("node ", "module ", "peer ")), seen
+            # Nobody waits longer than the timeout; a death is noticed at once.
+            assert seen["seconds"] < (2 * HANG_S if case == "hang" else PATIENCE_S), seen
     assert any(f"no answer within the timeout of {HANG_S:g} s" in seen["hang"]["text"] for seen in found[:3])
 
 
