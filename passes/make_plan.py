@@ -89,8 +89,8 @@ class MakePlan:
                 cheapest = (small, own, solution)
             progress(f"template {chosen.name}: {solution.seconds * 1e3:.3f} ms")
             hint = _translated(small, solution.choice, space)
-            fits = memory_bytes(problem, hint) <= self.memory_limit
-            if fits and (best is None or evaluate(problem, hint) < best[0]):
+            fits = hint is not None and memory_bytes(problem, hint) <= self.memory_limit
+            if hint is not None and fits and (best is None or evaluate(problem, hint) < best[0]):
                 best = (evaluate(problem, hint), hint)
         return prices, best[1] if best else None, cheapest
 
@@ -102,12 +102,15 @@ def strategy_of(space: Space, choice: Assignment, klass: int) -> tuple[int, Stra
     return index, choices.strategies[index]
 
 
-def _translated(small: Space, choice: Assignment, space: Space) -> Assignment:
-    """An assignment of a restricted space as one of the whole space."""
+def _translated(small: Space, choice: Assignment, space: Space) -> Assignment | None:
+    """An assignment of a restricted space in the whole space; None where that leaves a strategy out."""
     found: Assignment = {}
     for klass, choices in enumerate(space.choices):
         if choices.root == klass:
-            found[klass] = choices.strategies.index(strategy_of(small, choice, klass)[1])
+            strategy = strategy_of(small, choice, klass)[1]
+            if strategy not in choices.strategies:
+                return None
+            found[klass] = choices.strategies.index(strategy)
     for index, params in enumerate(space.params):
         found[-1 - index] = params.layouts.index(small.params[index].layouts[choice[-1 - index]])
     return found

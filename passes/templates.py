@@ -177,7 +177,7 @@ _ALL = (
         True,
     ),
     Template("ring", "weights rotate over token shards", Restriction(_ring, _fully_sharded, _cuts), _always),
-    Template("primepar", "2-D temporal maps for all linear layers", Restriction(_primepar, _smallest), _square),
+    Template("primepar", "2-D temporal maps for all linear layers", Restriction(_primepar, _smallest, _cuts), _square),
 )
 TEMPLATES = {template.name: template for template in _ALL}
 

@@ -151,25 +151,25 @@ def fails(directory: Path, rank: int) -> dict[str, Any]:
     x = torch.load(directory / "x.pt")
     hanging, dying = compiled.local_module(HANG_S), compiled.local_module(PATIENCE_S)
     if rank == 3:
-        break_at_first_wait(hanging, lambda: time.sleep(3 * HANG_S))
-        break_at_first_wait(dying, lambda: os._exit(9))
+        break_at_first_sum(hanging, lambda: time.sleep(3 * HANG_S))
+        break_at_first_sum(dying, lambda: os._exit(9))
     found["hang"] = failure(lambda: hanging(x).backward())
     dist.barrier()
     found["death"] = failure(lambda: dying(x).backward())
     return found
 
 
-def break_at_first_wait(module: RankModule, event: Callable[[], object]) -> None:
+def break_at_first_sum(module: RankModule, event: Callable[[], object]) -> None:
+    """`event` happens where the step first sums over ranks, in the middle of forward."""
     engine: Any = module.engine
-    wait, calls = engine.wait, []
+    all_reduce = engine.all_reduce
 
-    def broken(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 1:
-            event()
-        wait(*args)
+    def broken(*args: Any) -> torch.Tensor:
+        engine.all_reduce = all_reduce
+        event()
+        return all_reduce(*args)
 
-    engine.wait = broken
+    engine.all_reduce = broken
 
 
 def failure(call: Callable[[], object]) -> dict[str, Any]:
