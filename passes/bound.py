@@ -6,23 +6,32 @@ relaxation (the one that the flows of `passes/solve.py` give) is bounded from be
 where simplex takes minutes. The memory bound enters with a Lagrange multiplier. Choices that cannot be part of any
 assignment better than the best known one are ruled out.
 
-A re-layout shared by uses of different roots is charged to each in equal parts: never more than the true cost.
+A re-layout shared by uses of different roots is charged to them in parts that sum to one, so never more than the true
+cost; the parts move towards the uses that need it (a subgradient step on the bound).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from stpart_compiler.ir.layout import Layout
 from stpart_compiler.passes.problem import Assignment, Problem, Use, evaluate, memory_bytes
 
 Array = npt.NDArray[np.float64]
 Edge = tuple[int, int]
 
 POLISH_ROUNDS = 3
+OFFER_EVERY = 4
+"""Sweeps between two assignments that are tried."""
+
+WINDOW = 24
+WINDOW_GAIN = 1e-3
+"""The search stops where so many sweeps raise the bound by less than that share of it."""
+
 MULTIPLIER_STEPS = 8
 """Values of the memory multiplier that are tried."""
 
@@ -39,10 +48,11 @@ class Bound:
 
 @dataclass(frozen=True)
 class FindBound:
-    """priced problem -> bound. `sweeps`: passes per memory multiplier."""
+    """priced problem -> bound. `sweeps`: passes at most per memory multiplier; `gap`: near enough to stop at once."""
 
     memory_limit: int | None = None
-    sweeps: int = 60
+    sweeps: int = 200
+    gap: float = 0.002
 
     def apply(self, problem: Problem, hint: Assignment | None = None) -> Bound:
         model = Model.of(problem)
@@ -57,25 +67,22 @@ class FindBound:
         alive = _alive(state, model, lower, best.seconds)
         return Bound(lower / 1e9, best.choice, alive)
 
-    def _run(
-        self, model: Model, problem: Problem, best: _Best, multiplier: float, sweeps: int
-    ) -> tuple[float, State]:
+    def _run(self, model: Model, problem: Problem, best: _Best, multiplier: float, sweeps: int) -> tuple[float, State]:
         """Sweeps at one multiplier: bound in ns, and the reparametrised model."""
         state = model.state(multiplier)
         offset = multiplier * self._room(problem)
-        lower = -np.inf
+        lowers = [-np.inf]
         for sweep in range(sweeps):
-            decoded = state.sweep()
-            now = state.bound() - offset
-            stalled = now <= lower + 1e-4 * abs(lower)
-            lower = max(lower, now)
-            if sweep % 8 == 0 or stalled:
-                best.offer(decoded)
-            model.decoded = decoded
-            if stalled and sweep > 8:
+            model.decoded = state.sweep()
+            lowers.append(max(lowers[-1], state.bound() - offset))
+            if sweep % OFFER_EVERY == 0:
+                best.offer(model.decoded)
+            near = lowers[-1] >= (1 - self.gap) * best.seconds * 1e9
+            if near or (sweep > WINDOW and lowers[-1] - lowers[-WINDOW] < WINDOW_GAIN * abs(lowers[-1])):
                 break
+            model.split_anew(state, model.decoded, 1 / (2 + sweep / 4))
         best.offer(_polished(problem, model.decoded, multiplier))
-        return lower, state
+        return lowers[-1], state
 
     def _room(self, problem: Problem) -> int:
         return 0 if self.memory_limit is None else self.memory_limit - problem.constant_bytes
@@ -85,7 +92,7 @@ class FindBound:
         low, high = 0.0, model.scale()
         for step in range(MULTIPLIER_STEPS):
             multiplier = high if step == 0 else (low * high) ** 0.5 if low else high / 30
-            now, here = self._run(model, problem, best, multiplier, self.sweeps // 2)
+            now, here = self._run(model, problem, best, multiplier, self.sweeps // 4)
             if now > lower:
                 lower, state = now, here
             fits = best.fits(model.decoded)
@@ -127,12 +134,10 @@ def _polished(problem: Problem, choice: Assignment, multiplier: float, limit: in
 
 def _improve(problem: Problem, choice: Assignment, root: int, multiplier: float, limit: int | None) -> bool:
     """Move one root to its cheapest choice; whether it moved."""
-    local, count, now = problem.local(root), problem.roots[root], choice[root]
-    held = problem.turn.get(root, [0] * count)
-    prices = []
-    for i in range(count):
-        choice[root] = i
-        prices.append(local.price(choice) + multiplier * held[i])
+    now = choice[root]
+    prices = np.array(problem.local(root).prices(choice), dtype=np.float64)
+    if multiplier:
+        prices += multiplier * np.array(problem.turn.get(root, 0.0), dtype=np.float64)
     for i in np.argsort(prices, kind="stable"):
         choice[root] = int(i)
         if prices[i] >= prices[now]:
@@ -151,18 +156,21 @@ class Model:
     pairwise: dict[Edge, Array]
     held: dict[int, Array]
     order: list[int]
+    shared: list[Shared]
     decoded: Assignment = field(default_factory=dict)
 
     @staticmethod
     def of(problem: Problem) -> Model:
         unary = {root: np.array(problem.own[root], dtype=np.float64) for root in problem.roots}
         pairwise: dict[Edge, Array] = {}
-        for group in problem.uses:
-            _add_group(problem, group, unary, pairwise)
+        shared = [Shared.of(problem, group) for group in problem.uses]
+        for group in shared:
+            for joint in group.joints:
+                _store(joint, joint.total(group.parts), unary, pairwise)
         held = {r: np.array(problem.turn.get(r, [0] * n), dtype=np.float64) for r, n in problem.roots.items()}
         # parameters first, then ops in graph order: chains of the graph are monotone in this order
         order = sorted(problem.roots, key=lambda root: (root >= 0, root))
-        return Model(unary, pairwise, held, order)
+        return Model(unary, pairwise, held, order, shared)
 
     def scale(self) -> float:
         """A multiplier (ns per byte) at which memory outweighs time."""
@@ -175,52 +183,109 @@ class Model:
         unary = {root: costs + multiplier * self.held[root] for root, costs in self.unary.items()}
         return State(unary, {edge: costs.copy() for edge, costs in self.pairwise.items()}, self.order)
 
-
-def _add_group(problem: Problem, group: list[Use], unary: dict[int, Array], pairwise: dict[Edge, Array]) -> None:
-    """Charge the re-layouts of one value: exactly within a pair of roots, in equal parts across pairs."""
-    sharing: dict[tuple[Layout, Layout], set[tuple[int | None, int | None]]] = {}
-    for use in group:
-        for i, source in enumerate(use.from_layouts):
-            for j, target in enumerate(use.to_layouts):
-                if use.price[i][j]:
-                    sharing.setdefault((source, target), set()).add((use.from_root, use.to_root))
-    numbers = {pair: n for n, pair in enumerate(sharing)}
-    joint: dict[tuple[int | None, int | None], list[Use]] = {}
-    for use in group:
-        joint.setdefault((use.from_root, use.to_root), []).append(use)
-    for (source_root, target_root), uses in joint.items():
-        costs = _joint_costs(problem, uses, sharing, numbers)
-        _store(source_root, target_root, costs, unary, pairwise)
+    def split_anew(self, state: State, choice: Assignment, step: float) -> None:
+        """Move the parts of shared re-layouts towards the uses that need them in `choice`, here and in `state`."""
+        for group in self.shared:
+            for joint, change in group.shift(choice, step):
+                _store(joint, change, self.unary, self.pairwise)
+                _store(joint, change, state.unary, state.pairwise)
 
 
-def _joint_costs(
-    problem: Problem,
-    uses: list[Use],
-    sharing: dict[tuple[Layout, Layout], set[tuple[int | None, int | None]]],
-    numbers: dict[tuple[Layout, Layout], int],
-) -> Array:
-    """Cost matrix over the choices of both roots; equal re-layouts of several uses count once."""
-    total: Array | None = None
-    seen: list[tuple[npt.NDArray[np.int64], Array]] = []
+@dataclass
+class Joint:
+    """Uses of one value between the same two roots. `ids[u][i, j]`: the re-layout that use u needs, -1 for none."""
+
+    source: int | None
+    target: int | None
+    ids: list[npt.NDArray[np.int64]]
+    prices: list[Array]
+    pairs: npt.NDArray[np.int64]  # all re-layouts that some choice needs, sorted
+
+    def may_need(self, pair: int) -> bool:
+        at = np.searchsorted(self.pairs, pair)
+        return bool(at < len(self.pairs) and self.pairs[at] == pair)
+
+    def priced(self, pair: int) -> Array:
+        """Price of one re-layout, over the choices of both roots that need it."""
+        each = [np.where(ids == pair, price, 0.0) for ids, price in zip(self.ids, self.prices, strict=True)]
+        return functools.reduce(np.maximum, each)
+
+    def total(self, parts: Callable[[npt.NDArray[np.int64]], Array]) -> Array:
+        """Prices over the choices of both roots; equal re-layouts count once, shared ones by their part."""
+        total = np.zeros_like(self.prices[0])
+        scaled = [price / parts(ids) for ids, price in zip(self.ids, self.prices, strict=True)]
+        for u, (ids, extra) in enumerate(zip(self.ids, scaled, strict=True)):
+            for v in range(u):
+                same = (ids == self.ids[v]) & (ids >= 0)
+                extra = np.where(same, np.maximum(0.0, extra - scaled[v]), extra)
+            total += extra
+        return total
+
+    def active(self, choice: Assignment) -> set[int]:
+        """Re-layouts that an assignment needs here."""
+        i = 0 if self.source is None else choice[self.source]
+        j = 0 if self.target is None else choice[self.target]
+        return {int(ids[i, j]) for ids in self.ids} - {-1}
+
+
+@dataclass
+class Shared:
+    """The uses of one value in one phase, and how the price of a re-layout is split over them.
+
+    Any split with parts that sum to one gives a lower bound. `users[i]` of the joints may need re-layout `pairs[i]`
+    (sorted). `weights[pair][joint]` holds the parts that are not equal.
+    """
+
+    joints: list[Joint]
+    pairs: npt.NDArray[np.int64]
+    users: npt.NDArray[np.int64]
+    weights: dict[int, dict[int, float]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(problem: Problem, group: list[Use]) -> Shared:
+        found: dict[tuple[int | None, int | None], list[Use]] = {}
+        for use in group:
+            found.setdefault((use.from_root, use.to_root), []).append(use)
+        joints = [_joint(problem, source, target, uses) for (source, target), uses in found.items()]
+        pairs, users = np.unique(np.concatenate([joint.pairs for joint in joints]), return_counts=True)
+        return Shared(joints, pairs, users)
+
+    def parts(self, ids: npt.NDArray[np.int64]) -> Array:
+        """Number of joints that each re-layout is split over at first."""
+        at = np.minimum(np.searchsorted(self.pairs, ids), len(self.pairs) - 1)
+        return np.where(ids >= 0, self.users[at], 1).astype(np.float64)
+
+    def shift(self, choice: Assignment, step: float) -> Iterator[tuple[Joint, Array]]:
+        """Move weight to the uses that an assignment has need a re-layout; yields what that adds to each joint."""
+        if len(self.joints) == 1:
+            return
+        needs = [joint.active(choice) for joint in self.joints]
+        for pair in set().union(*needs):
+            weights = self._weights(pair)
+            using = [number for number in weights if pair in needs[number]]
+            for number, weight in weights.items():
+                change = step * ((number in using) / len(using) - weight)
+                if change:
+                    weights[number] += change
+                    yield self.joints[number], change * self.joints[number].priced(pair)
+
+    def _weights(self, pair: int) -> dict[int, float]:
+        if pair not in self.weights:
+            who = [number for number, joint in enumerate(self.joints) if joint.may_need(pair)]
+            self.weights[pair] = dict.fromkeys(who, 1 / len(who))
+        return self.weights[pair]
+
+
+def _joint(problem: Problem, source: int | None, target: int | None, uses: list[Use]) -> Joint:
+    ids, prices, pairs = [], [], []
     for use in uses:
+        at = np.ix_(_side_index(problem, source, use.from_members), _side_index(problem, target, use.to_members))
         price = np.array(use.price, dtype=np.float64) * use.edge.count
-        ids = np.full(price.shape, -1, dtype=np.int64)
-        for i, source in enumerate(use.from_layouts):
-            for j, target in enumerate(use.to_layouts):
-                if use.price[i][j]:
-                    ids[i, j] = numbers[(source, target)]
-                    price[i, j] /= len(sharing[(source, target)])
-        rows = _side_index(problem, use.from_root, use.from_members)
-        columns = _side_index(problem, use.to_root, use.to_members)
-        price, ids = price[np.ix_(rows, columns)], ids[np.ix_(rows, columns)]
-        extra = price.copy()
-        for other_ids, other_price in seen:
-            same = (ids == other_ids) & (ids >= 0)
-            extra = np.where(same, np.maximum(0.0, extra - other_price), extra)
-        seen.append((ids, price))
-        total = extra if total is None else total + extra
-    assert total is not None
-    return total
+        pair = np.array(use.from_ids, dtype=np.int64)[:, None] * 2**20 + np.array(use.to_ids, dtype=np.int64)[None, :]
+        pairs.append(pair[price > 0])
+        ids.append(np.where(price > 0, pair, -1)[at])
+        prices.append(price[at])
+    return Joint(source, target, ids, prices, np.unique(np.concatenate(pairs)))
 
 
 def _side_index(problem: Problem, root: int | None, members: list[list[int]]) -> npt.NDArray[np.int64]:
@@ -233,9 +298,9 @@ def _side_index(problem: Problem, root: int | None, members: list[list[int]]) ->
     return index
 
 
-def _store(
-    source: int | None, target: int | None, costs: Array, unary: dict[int, Array], pairwise: dict[Edge, Array]
-) -> None:
+def _store(joint: Joint, costs: Array, unary: dict[int, Array], pairwise: dict[Edge, Array]) -> None:
+    """Add costs over the choices of both roots to a model."""
+    source, target = joint.source, joint.target
     if source is None and target is None:
         return
     if source is None or target is None:

@@ -24,12 +24,12 @@ class Decompose:
     """
 
     def apply(self, gm: fx.GraphModule) -> fx.GraphModule:
-        for node in list(gm.graph.nodes):
-            rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
-            if rewrite is not None:
-                rewrite(Inserter(node))
-        gm.graph.lint()
-        gm.recompile()
+        found = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in _REWRITES]
+        for node in found:
+            _REWRITES[node.target](Inserter(node))
+        if found:
+            gm.graph.lint()
+            gm.recompile()
         return gm
 
 

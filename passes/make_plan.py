@@ -16,6 +16,7 @@ from stpart_compiler.passes.propagate import Annotated, OpNode
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
 from stpart_compiler.passes.space import BuildSpace, Costs, Restriction, Space
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
+from stpart_compiler.pauses import without_gc
 
 Progress = Callable[[str], None]
 
@@ -42,20 +43,24 @@ class MakePlan:
     name: str | None = None
     whole_parameters: bool = False
 
+    @without_gc()
     def apply(self, graph: Annotated, progress: Progress = lambda text: None) -> Plan:
         if self.name is not None:
             space, problem, solution = self._template(graph, template(self.name))
             return _plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
+        yardsticks = self._yardsticks(graph, progress)
+        prices = {name: found[2].seconds for name, found in yardsticks.items()}
         space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
         problem = BuildProblem(self.options).apply(space)
-        yardsticks, hint, best = self._yardsticks(graph, space, problem, progress)
+        hint = self._hint(problem, yardsticks)
         solution = Solve(self.options, self.memory_limit).apply(problem, hint, progress)
+        best = min(yardsticks.values(), key=lambda found: found[2].seconds, default=None)
         if best is not None and best[2].seconds < solution.seconds:
             # followers of a sub-space may have a little more freedom: then its plan is the better one
             space, problem, found = best
             bound = min(solution.bound, found.seconds)
             solution = replace(solution, choice=found.choice, seconds=found.seconds, bound=bound)
-        return _plan(graph, space, problem, solution, None, yardsticks, self.options)
+        return _plan(graph, space, problem, solution, None, prices, self.options)
 
     def _template(self, graph: Annotated, chosen: Template) -> tuple[Space, Problem, Solution]:
         reason = chosen.applies(self.costs.mesh)
@@ -69,30 +74,31 @@ class MakePlan:
     def _restricted(self, restriction: Restriction) -> Restriction:
         return replace(restriction, layouts=whole_layouts) if self.whole_parameters else restriction
 
-    def _yardsticks(
-        self, graph: Annotated, space: Space, problem: Problem, progress: Progress
-    ) -> tuple[dict[str, float], Assignment | None, tuple[Space, Problem, Solution] | None]:
-        """Price of every template that applies and fits; the best one as an assignment of the whole space."""
-        prices: dict[str, float] = {}
-        best: tuple[float, Assignment] | None = None
-        cheapest: tuple[Space, Problem, Solution] | None = None
+    def _yardsticks(self, graph: Annotated, progress: Progress) -> dict[str, tuple[Space, Problem, Solution]]:
+        """Every template that applies and fits."""
+        found = {}
         for chosen in TEMPLATES.values():
             if chosen.applies(self.costs.mesh) is not None:
                 continue
             try:
-                small, own, solution = self._template(graph, chosen)
+                found[chosen.name] = self._template(graph, chosen)
             except InfeasibleError:
                 progress(f"template {chosen.name}: does not fit in the memory limit")
                 continue
-            prices[chosen.name] = solution.seconds
-            if cheapest is None or solution.seconds < cheapest[2].seconds:
-                cheapest = (small, own, solution)
-            progress(f"template {chosen.name}: {solution.seconds * 1e3:.3f} ms")
-            hint = _translated(small, solution.choice, space)
-            fits = hint is not None and memory_bytes(problem, hint) <= self.memory_limit
-            if hint is not None and fits and (best is None or evaluate(problem, hint) < best[0]):
-                best = (evaluate(problem, hint), hint)
-        return prices, best[1] if best else None, cheapest
+            progress(f"template {chosen.name}: {found[chosen.name][2].seconds * 1e3:.3f} ms")
+        return found
+
+    def _hint(self, problem: Problem, yardsticks: dict[str, tuple[Space, Problem, Solution]]) -> Assignment | None:
+        """The best of the templates as an assignment of the whole space."""
+        best: tuple[float, Assignment] | None = None
+        for small, _, solution in yardsticks.values():
+            hint = _translated(small, solution.choice, problem.space)
+            if hint is None or memory_bytes(problem, hint) > self.memory_limit:
+                continue
+            seconds = evaluate(problem, hint)
+            if best is None or seconds < best[0]:
+                best = (seconds, hint)
+        return best[1] if best else None
 
 
 def strategy_of(space: Space, choice: Assignment, klass: int) -> tuple[int, Strategy]:
@@ -199,14 +205,10 @@ def _alternatives(problem: Problem, solution: Solution, klass: int, op: OpNode) 
     choices = problem.space.choices[klass]
     if choices.root != klass or len(choices.strategies) == 1:
         return []
-    local = problem.local(klass)
-    now = local.price(solution.choice)
-    tried = [
-        (strategy.describe(op.rule), (local.price({**solution.choice, klass: i}) - now) / 1e9)
-        for i, strategy in enumerate(choices.strategies)
-        if i != solution.choice[klass]
-    ]
-    return sorted(tried, key=lambda item: item[1])[:ALTERNATIVES]
+    prices = problem.local(klass).prices(solution.choice)
+    now = solution.choice[klass]
+    others = sorted((price - prices[now], i) for i, price in enumerate(prices) if i != now)
+    return [(choices.strategies[i].describe(op.rule), more / 1e9) for more, i in others[:ALTERNATIVES]]
 
 
 def check_plan(plan: Plan, graph: Annotated, mesh: Mesh) -> None:

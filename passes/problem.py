@@ -9,8 +9,8 @@ from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.cost_models.memory import parameter_bytes
 from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.redistribute import redistribute
-from stpart_compiler.passes.propagate import ValueInfo
-from stpart_compiler.passes.space import Choices, Edge, Space, layouts_of, needs_of
+from stpart_compiler.passes.quotient import Edge
+from stpart_compiler.passes.space import Choices, Space, layouts_of, needs_of
 
 FORBIDDEN = 10**12
 """Price in ns of a re-layout that a template rules out."""
@@ -46,6 +46,8 @@ class Use:
     to_layouts: list[Layout]
     to_members: list[list[int]]
     price: list[list[int]]
+    from_ids: list[int]  # numbers of the layouts: equal for equal layouts, over all uses
+    to_ids: list[int]
 
     def side(self, choice: Assignment, *, source: bool) -> int:
         """Index of the chosen layout on the producing or the consuming side."""
@@ -83,7 +85,14 @@ class Problem:
 
     def local(self, root: int) -> Local:
         """The part of the objective that depends on one root."""
-        return Local(self.own[root], root, self._groups_of.get(root, []))
+        if root not in self._locals:
+            groups = [_Around.of(group, root, self.roots[root]) for group in self._groups_of.get(root, [])]
+            self._locals[root] = Local(root, self.own[root], groups)
+        return self._locals[root]
+
+    @cached_property
+    def _locals(self) -> dict[int, Local]:
+        return {}
 
     @cached_property
     def _groups_of(self) -> dict[int, list[list[Use]]]:
@@ -94,16 +103,52 @@ class Problem:
         return found
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Around:
+    """Uses of one value that involve a root. Choices of the root with the same layouts there cost the same.
+
+    `kinds`: one such choice of each kind; `kind_of`: choice -> index of its kind.
+    """
+
+    group: list[Use]
+    kinds: list[int]
+    kind_of: list[int]
+
+    @staticmethod
+    def of(group: list[Use], root: int, count: int) -> _Around:
+        sides = [use.from_index for use in group if use.from_root == root]
+        sides += [use.to_index for use in group if use.to_root == root]
+        seen: dict[tuple[int, ...], int] = {}
+        kinds: list[int] = []
+        kind_of: list[int] = []
+        for i in range(count):
+            at = tuple(side[i] for side in sides)
+            if at not in seen:
+                seen[at] = len(kinds)
+                kinds.append(i)
+            kind_of.append(seen[at])
+        return _Around(group, kinds, kind_of)
+
+
+@dataclass(frozen=True)
 class Local:
     """Costs of one root and of the re-layouts around it, in ns."""
 
-    own: list[int]
     root: int
-    groups: list[list[Use]]
+    own: list[int]
+    groups: list[_Around]
 
-    def price(self, choice: Assignment) -> int:
-        return self.own[choice[self.root]] + sum(group_price(group, choice) for group in self.groups)
+    def prices(self, choice: Assignment) -> list[int]:
+        """Per choice of the root, with all other roots as in `choice`."""
+        trial = dict(choice)
+        total = list(self.own)
+        for around in self.groups:
+            prices = []
+            for i in around.kinds:
+                trial[self.root] = i
+                prices.append(group_price(around.group, trial))
+            total = [t + prices[kind] for t, kind in zip(total, around.kind_of, strict=True)]
+        return total
 
 
 @dataclass(frozen=True)
@@ -159,12 +204,11 @@ def _block_bytes(choices: Choices, s: int) -> int:
 
 
 def _price_params(problem: Problem) -> None:
-    by_name = {info.name: info for info in problem.space.graph.captured.params}
     for index, params in enumerate(problem.space.params):
         root = -1 - index
         problem.roots[root] = len(params.layouts)
         problem.own.setdefault(root, [0] * len(params.layouts))
-        trained = sum(1 for name in params.names if by_name[name].requires_grad)
+        trained = problem.space.classes.params[index].trained
         itemsize = params.value.dtype.itemsize
         problem.turn[root], problem.end[root] = [], []
         for layout in params.layouts:
@@ -173,36 +217,52 @@ def _price_params(problem: Problem) -> None:
             frozen = parameter_bytes(numel, itemsize, problem.options.optimizer, False) * (len(params.names) - trained)
             problem.turn[root].append(kept + frozen - numel * itemsize * trained)
             problem.end[root].append(kept + frozen)
-    fixed = [info for info in problem.space.graph.values.values() if info.kind in ("buffer", "input", "constant")]
-    problem.constant_bytes = sum(info.numel * info.dtype.itemsize for info in fixed)
+    problem.constant_bytes = problem.space.classes.fixed_bytes
 
 
 def _price_uses(problem: Problem, weights_stay: bool) -> None:
     space = problem.space
     groups: dict[tuple[object, ...], list[Use]] = {}
-    tables: dict[object, list[list[int]]] = {}
-    for edge in [*space.edges, *space.finals]:
+    prices = _Prices(space)
+    for edge in [*space.classes.edges, *space.classes.finals]:
         phase = edge.consumer < 0 or space.choices[edge.consumer].op.name in space.graph.backward
-        use = _use(space, edge, weights_stay, tables)
+        use = prices.use(edge, weights_stay)
         if any(any(row) for row in use.price):
             groups.setdefault((edge.producer, edge.value.shape, phase), []).append(use)
     problem.uses = list(groups.values())
 
 
-def _use(space: Space, edge: Edge, weights_stay: bool, tables: dict[object, list[list[int]]]) -> Use:
-    from_root, sources, from_members = layouts_of(space, edge.producer, edge.value)
-    to_root, targets, to_members = needs_of(space, edge)
-    itemsize = edge.value.dtype.itemsize
-    key = (tuple(sources), tuple(targets), itemsize)
-    if key not in tables:
-        tables[key] = [[_ns(space.costs.relayout(a, b, itemsize)) for b in targets] for a in sources]
-    price = tables[key]
-    if weights_stay and from_root is not None and from_root < 0:
-        price = [
-            [FORBIDDEN if _transfers(space, a, b) else p for b, p in zip(targets, row, strict=True)]
+class _Prices:
+    """Numbers layouts and prices re-layouts between them, each table of them once."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.numbers: dict[Layout, int] = {}
+        self.tables: dict[object, list[list[int]]] = {}
+
+    def use(self, edge: Edge, weights_stay: bool) -> Use:
+        from_root, sources, from_members = layouts_of(self.space, edge.producer, edge.value)
+        to_root, targets, to_members = needs_of(self.space, edge)
+        from_ids, to_ids = self._ids(sources), self._ids(targets)
+        itemsize = edge.value.dtype.itemsize
+        key = (tuple(from_ids), tuple(to_ids), itemsize)
+        if key not in self.tables:
+            relayout = self.space.costs.relayout
+            self.tables[key] = [[_ns(relayout(a, b, itemsize)) for b in targets] for a in sources]
+        price = self.tables[key]
+        if weights_stay and from_root is not None and from_root < 0:
+            price = self._forbidden(sources, targets, price)
+        return Use(edge, from_root, sources, from_members, to_root, targets, to_members, price, from_ids, to_ids)
+
+    def _ids(self, layouts: list[Layout]) -> list[int]:
+        return [self.numbers.setdefault(layout, len(self.numbers)) for layout in layouts]
+
+    def _forbidden(self, sources: list[Layout], targets: list[Layout], price: list[list[int]]) -> list[list[int]]:
+        """The prices where nothing may be sent."""
+        return [
+            [FORBIDDEN if _transfers(self.space, a, b) else p for b, p in zip(targets, row, strict=True)]
             for a, row in zip(sources, price, strict=True)
         ]
-    return Use(edge, from_root, sources, from_members, to_root, targets, to_members, price)
 
 
 def _transfers(space: Space, source: Layout, target: Layout) -> bool:
@@ -211,31 +271,14 @@ def _transfers(space: Space, source: Layout, target: Layout) -> bool:
 
 
 def _price_saved(problem: Problem) -> None:
-    """Values that backward reads of forward, in the layout they were produced in; views count as what they look at."""
-    space = problem.space
-    graph = space.graph
-    done: set[tuple[str, int]] = set()
-    for op in graph.ops:
-        if op.name not in graph.backward:
-            continue
-        for key in op.operands:
-            while (
-                key[0] in graph.by_name and key[0] not in graph.backward and is_view(graph.by_name[key[0]].call.target)
-            ):
-                key = graph.by_name[key[0]].operands[0]
-            if key in done or key[0] in graph.backward or graph.values[key].kind != "op":
-                continue
-            done.add(key)
-            _add_saved(problem, graph.by_name[key[0]].klass, key[1], graph.values[key])
-
-
-def _add_saved(problem: Problem, klass: int, result: int, value: ValueInfo) -> None:
-    choices = problem.space.choices[klass]
-    sizes = problem.turn.setdefault(choices.root, [0] * _root_size(problem.space, choices.root))
-    for derived, members in zip(choices.derived, choices.members, strict=True):
-        nbytes = max_local_numel(derived.outputs[result].layout) * value.dtype.itemsize
-        for i in members:
-            sizes[i] += nbytes
+    """Values that backward reads of forward, in the layout they were produced in."""
+    for saved in problem.space.classes.saved:
+        choices = problem.space.choices[saved.klass]
+        sizes = problem.turn.setdefault(choices.root, [0] * _root_size(problem.space, choices.root))
+        for derived, members in zip(choices.derived, choices.members, strict=True):
+            numel = max_local_numel(derived.outputs[saved.result].layout)
+            for i in members:
+                sizes[i] += numel * saved.value.dtype.itemsize * saved.count
 
 
 def evaluate(problem: Problem, choice: Assignment) -> float:
@@ -246,11 +289,12 @@ def evaluate(problem: Problem, choice: Assignment) -> float:
 
 def group_price(group: list[Use], choice: Assignment) -> int:
     """Re-layouts of one value in one phase, each distinct one paid once."""
-    paid: dict[tuple[Layout, Layout], int] = {}
+    paid: dict[tuple[int, int], int] = {}
     for use in group:
         i, j = use.side(choice, source=True), use.side(choice, source=False)
-        pair = (use.from_layouts[i], use.to_layouts[j])
-        paid[pair] = max(paid.get(pair, 0), use.price[i][j] * use.edge.count)
+        if use.price[i][j]:
+            pair = (use.from_ids[i], use.to_ids[j])
+            paid[pair] = max(paid.get(pair, 0), use.price[i][j] * use.edge.count)
     return sum(paid.values())
 
 

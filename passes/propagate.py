@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import torch
 from torch import fx
@@ -21,6 +22,9 @@ from stpart_compiler.capture import Captured
 from stpart_compiler.ir.rule import WHOLE, DimMap, Factor, OpRule, refined
 from stpart_compiler.passes.rules import OpCall, rule_of
 from stpart_compiler.passes.rules.calls import op_call
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 ValueKey = tuple[str, int]
 
@@ -40,6 +44,7 @@ class OpNode:
     batch: frozenset[int] = frozenset()  # factors that come from dim 0 of the user's inputs
     data: frozenset[int] = frozenset()  # factors that come from any dim of the user's inputs
     klass: int = -1
+    signature: str = ""  # equal for calls with the same op, shapes, dtypes and other arguments
 
 
 @dataclass
@@ -154,7 +159,8 @@ def _op_node(node: fx.Node, alias: dict[str, ValueKey], rules: dict[str, tuple[O
     rule, has_rule = rules[signature]
     operands = tuple(alias[arg.name] for arg in _tensor_args(node))
     path = node.meta.get("module_path", "")
-    return OpNode(node.name, call, rule, operands, path, node.meta["is_backward"], has_rule)
+    backward = node.meta["is_backward"]
+    return OpNode(node.name, call, rule, operands, path, backward, has_rule, signature=signature)
 
 
 def _tensor_args(node: fx.Node) -> Iterator[fx.Node]:
@@ -191,66 +197,82 @@ def whole_rule(call: OpCall) -> OpRule:
     return OpRule(tuple(factors), inputs, outputs)
 
 
-Cuts = set[int]  # suffix products strictly inside a dim or factor
+Cuts = frozenset[int]  # suffix products strictly inside a dim or factor
+TensorCuts = tuple[Cuts, ...]  # per dim
+
+NO_CUTS: Cuts = frozenset()
 
 
 def _refine(ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
-    cuts: dict[ValueKey, list[Cuts]] = {key: [set() for _ in info.shape] for key, info in values.items()}
+    cuts: dict[ValueKey, TensorCuts] = {key: (NO_CUTS,) * len(info.shape) for key, info in values.items()}
     by_value: dict[ValueKey, list[int]] = {}
-    for index, op in enumerate(ops):
-        for key in {*op.operands, *_results(op)}:
+    ports = [(*op.operands, *((op.name, i) for i in range(len(op.rule.outputs)))) for op in ops]
+    for index, keys in enumerate(ports):
+        for key in dict.fromkeys(keys):
             by_value.setdefault(key, []).append(index)
+    spread = _Memo(_spread)
+    split: _Memo[tuple[TensorCuts, ...], OpRule] = _Memo(lambda rule, known: refined(rule, _factor_parts(rule, known)))
     pending = dict.fromkeys(range(len(ops)))
     while pending:
         index = next(iter(pending))
         del pending[index]
-        for key in _spread(ops[index], cuts):
-            pending.update(dict.fromkeys(by_value[key]))
-    for op in ops:
-        op.rule = refined(op.rule, _factor_parts(op, cuts))
+        before = tuple(cuts.get(key, ()) for key in ports[index])
+        for key, grown in zip(ports[index], spread(ops[index].rule, before), strict=True):
+            if grown and grown != cuts[key]:
+                # one value may be several operands
+                cuts[key] = tuple(_with_cuts(old, new) for old, new in zip(cuts[key], grown, strict=True))
+                pending.update(dict.fromkeys(by_value[key]))
+    for op, keys in zip(ops, ports, strict=True):
+        op.rule = split(op.rule, tuple(cuts.get(key, ()) for key in keys))
     for key, info in values.items():
         info.atoms = [_parts(size, dim) for size, dim in zip(info.shape, cuts[key], strict=True)]
 
 
-def _results(op: OpNode) -> list[ValueKey]:
-    return [(op.name, i) for i, result in enumerate(op.call.results) if result is not None]
+class _Memo(Generic[K, T]):
+    """Results of a function of a rule, which identical layers share, and something else."""
+
+    def __init__(self, function: Callable[[OpRule, K], T]) -> None:
+        self.function = function
+        self.known: dict[tuple[int, K], tuple[OpRule, T]] = {}  # by id: hashing a rule takes longer than the function
+
+    def __call__(self, rule: OpRule, key: K) -> T:
+        at = (id(rule), key)
+        if at not in self.known:
+            self.known[at] = (rule, self.function(rule, key))
+        return self.known[at][1]
 
 
-def _ports(op: OpNode) -> list[tuple[ValueKey, tuple[DimMap, ...]]]:
-    results = [((op.name, i), op.rule.outputs[i]) for i, r in enumerate(op.call.results) if r is not None]
-    return [*zip(op.operands, op.rule.inputs, strict=True), *results]
+def _tensors(rule: OpRule) -> list[tuple[DimMap, ...]]:
+    return [*rule.inputs, *rule.outputs]
 
 
-def _spread(op: OpNode, cuts: dict[ValueKey, list[Cuts]]) -> set[ValueKey]:
-    """Carry the inner boundaries of every dim through the op's factors; returns the values that gained some."""
-    inner = _factor_cuts(op, cuts)
-    changed = set()
-    for key, tensor in _ports(op):
-        for dim, factors in enumerate(tensor):
-            if _add_cuts(cuts[key][dim], _dim_cuts(op.rule, factors, inner)):
-                changed.add(key)
-    return changed
+def _spread(rule: OpRule, known: tuple[TensorCuts, ...]) -> tuple[TensorCuts, ...]:
+    """Carry the inner boundaries of every dim through the op's factors: per operand and result, the boundaries then."""
+    inner = _factor_cuts(rule, known)
+    return tuple(
+        tuple(_with_cuts(cuts, _dim_cuts(rule, factors, inner)) for factors, cuts in zip(tensor, dims, strict=True))
+        if dims
+        else ()
+        for tensor, dims in zip(_tensors(rule), known, strict=True)
+    )
 
 
-def _factor_cuts(op: OpNode, cuts: dict[ValueKey, list[Cuts]]) -> list[Cuts]:
-    inner: list[Cuts] = [set() for _ in op.rule.factors]
-    for key, tensor in _ports(op):
-        for dim, factors in enumerate(tensor):
-            known = cuts[key][dim]
-            if not known:
-                continue
+def _factor_cuts(rule: OpRule, known: tuple[TensorCuts, ...]) -> list[Cuts]:
+    inner = [NO_CUTS] * len(rule.factors)
+    for tensor, dims in zip(_tensors(rule), known, strict=True):
+        for factors, cuts in zip(tensor, dims, strict=True) if dims else ():
             base = 1
-            for f in reversed(factors):
-                size = op.rule.factors[f].size
-                if op.rule.factors[f].kind != WHOLE:
-                    inside = {c // base for c in known if c % base == 0 and base < c < base * size}
-                    _add_cuts(inner[f], {c for c in inside if size % c == 0})
+            for f in reversed(factors) if cuts else ():
+                size = rule.factors[f].size
+                if rule.factors[f].kind != WHOLE:
+                    inside = {c // base for c in cuts if c % base == 0 and base < c < base * size}
+                    inner[f] = _with_cuts(inner[f], {c for c in inside if size % c == 0})
                 base *= size
     return inner
 
 
-def _dim_cuts(rule: OpRule, factors: DimMap, inner: list[Cuts]) -> Cuts:
-    found: Cuts = set()
+def _dim_cuts(rule: OpRule, factors: DimMap, inner: list[Cuts]) -> set[int]:
+    found: set[int] = set()
     base = 1
     for position, f in enumerate(reversed(factors)):
         if position and base > 1:
@@ -260,14 +282,12 @@ def _dim_cuts(rule: OpRule, factors: DimMap, inner: list[Cuts]) -> Cuts:
     return {cut for cut in found if 1 < cut < base}
 
 
-def _add_cuts(known: Cuts, new: Cuts) -> bool:
+def _with_cuts(known: Cuts, new: set[int] | Cuts) -> Cuts:
     """Add those cuts that keep `known` a divisor chain (a view that mixes sizes otherwise keeps its dims whole)."""
-    grew = False
     for cut in sorted(new - known):
         if all(cut % other == 0 or other % cut == 0 for other in known):
-            known.add(cut)
-            grew = True
-    return grew
+            known |= {cut}
+    return known
 
 
 def _parts(size: int, cuts: Cuts) -> list[int]:
@@ -275,9 +295,9 @@ def _parts(size: int, cuts: Cuts) -> list[int]:
     return [major // minor for major, minor in pairwise(bounds)] or [size]
 
 
-def _factor_parts(op: OpNode, cuts: dict[ValueKey, list[Cuts]]) -> dict[int, tuple[int, ...]]:
-    inner = _factor_cuts(op, cuts)
-    return {f: tuple(_parts(op.rule.factors[f].size, cut)) for f, cut in enumerate(inner) if cut}
+def _factor_parts(rule: OpRule, known: tuple[TensorCuts, ...]) -> dict[int, tuple[int, ...]]:
+    inner = _factor_cuts(rule, known)
+    return {f: tuple(_parts(rule.factors[f].size, cuts)) for f, cuts in enumerate(inner) if cuts}
 
 
 def _mark_movable(ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
@@ -287,33 +307,49 @@ def _mark_movable(ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
     """
     _flood(ops, values, "data", lambda dim: True)
     _flood(ops, values, "batch", lambda dim: dim == 0)
+    movable = _Memo(_movable)
     for op in ops:
-        minor = {
-            f
-            for _, tensor in _ports(op)
-            for factors in tensor
-            for f in [f for f in factors if op.rule.factors[f].size > 1][1:]
-        }
-        op.movable = frozenset(f for f in op.rule.cuttable if f in op.data or f not in minor)
+        op.movable = movable(op.rule, op.data)
+
+
+def _movable(rule: OpRule, data: frozenset[int]) -> frozenset[int]:
+    minor = {
+        f
+        for tensor in _tensors(rule)
+        for factors in tensor
+        for f in [f for f in factors if rule.factors[f].size > 1][1:]
+    }
+    return frozenset(f for f in rule.cuttable if f in data or f not in minor)
+
+
+Marks = tuple[tuple[bool, ...], ...]  # per dim, per atom
 
 
 def _flood(ops: list[OpNode], values: dict[ValueKey, ValueInfo], name: str, source: Callable[[int], bool]) -> None:
     """Mark the factors reached from the input dims that `source` selects."""
-    marks: dict[ValueKey, list[list[bool]]] = {
-        key: [[info.kind == "input" and source(i)] * len(dim) for i, dim in enumerate(info.atoms)]
+    marks: dict[ValueKey, Marks] = {
+        key: tuple((info.kind == "input" and source(i),) * len(dim) for i, dim in enumerate(info.atoms))
         for key, info in values.items()
     }
+    through = _Memo(_marked)
     for op in ops:
-        flags = [False] * len(op.rule.factors)
-        for key, tensor in zip(op.operands, op.rule.inputs, strict=True):
-            for dim, factors in enumerate(tensor):
-                _read_flags(op.rule, factors, marks[key][dim], flags)
-        for key in _results(op):
-            marks[key] = [_write_flags(op.rule, factors, flags) for factors in op.rule.outputs[key[1]]]
-        setattr(op, name, frozenset(f for f, flag in enumerate(flags) if flag))
+        factors, results = through(op.rule, tuple(marks[key] for key in op.operands))
+        setattr(op, name, factors)
+        for index, result in enumerate(results):
+            marks[op.name, index] = result
 
 
-def _read_flags(rule: OpRule, factors: DimMap, dim: list[bool], flags: list[bool]) -> None:
+def _marked(rule: OpRule, operands: tuple[Marks, ...]) -> tuple[frozenset[int], list[Marks]]:
+    """Marked factors, and the marks of the results."""
+    flags = [False] * len(rule.factors)
+    for tensor, dims in zip(rule.inputs, operands, strict=True):
+        for factors, dim in zip(tensor, dims, strict=True):
+            _read_flags(rule, factors, dim, flags)
+    results = [tuple(_write_flags(rule, factors, flags) for factors in tensor) for tensor in rule.outputs]
+    return frozenset(f for f, flag in enumerate(flags) if flag), results
+
+
+def _read_flags(rule: OpRule, factors: DimMap, dim: tuple[bool, ...], flags: list[bool]) -> None:
     wide = [f for f in factors if rule.factors[f].size > 1]
     if len(wide) == len(dim):
         for f, flag in zip(wide, dim, strict=True):
@@ -323,8 +359,8 @@ def _read_flags(rule: OpRule, factors: DimMap, dim: list[bool], flags: list[bool
             flags[f] = True
 
 
-def _write_flags(rule: OpRule, factors: DimMap, flags: list[bool]) -> list[bool]:
-    return [flags[f] for f in factors if rule.factors[f].size > 1] or [False]
+def _write_flags(rule: OpRule, factors: DimMap, flags: list[bool]) -> tuple[bool, ...]:
+    return tuple(flags[f] for f in factors if rule.factors[f].size > 1) or (False,)
 
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -334,9 +370,9 @@ def _classes(ops: list[OpNode]) -> list[list[OpNode]]:
     seen: dict[tuple[object, ...], int] = {}
     ordinal: dict[tuple[object, ...], int] = {}
     classes: list[list[OpNode]] = []
-    texts: dict[int, str] = {}
+    texts: _Memo[frozenset[int], str] = _Memo(lambda rule, movable: f"{rule}{sorted(movable)}")
     for op in ops:
-        text = texts.setdefault(id(op.call), f"{call_signature(op.call)}{op.rule}{sorted(op.movable)}")
+        text = op.signature + texts(op.rule, op.movable)
         here = (op.module_path, op.is_backward, text)
         ordinal[here] = ordinal.get(here, -1) + 1
         key = (_LAYER_NUMBER.sub("*", op.module_path), op.is_backward, text, ordinal[here])

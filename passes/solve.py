@@ -23,11 +23,14 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from stpart_compiler.ir.layout import Layout
 from stpart_compiler.passes.bound import Bound, FindBound
 from stpart_compiler.passes.problem import Assignment, Problem, SolverOptions, Use, evaluate, memory_bytes
 
-POLISH_S = 2.0
+POLISH_S = 1.0
+
+MANY_CHOICES = 1500
+SETTLED_GAP = 0.005
+"""With more choices than that still open, a plan so near to the bound is taken as it is."""
 
 Progress = Callable[[str], None]
 
@@ -73,9 +76,9 @@ class Solve:
         if progress is not None and bound.choice is not None:
             best = evaluate(problem, bound.choice)
             progress(f"bound {first:.1f} s: plan found, within {100 * (1 - bound.lower / best):.1f} % of the bound")
-        near = bound.choice is not None and bound.lower >= (1 - self.options.gap) * evaluate(problem, bound.choice)
-        if near and not self.polish_s:
-            assert bound.choice is not None
+        near = _proven(problem, bound, self.options.gap)
+        open_choices = sum(map(len, bound.alive.values()))
+        if bound.choice is not None and near and (not self.polish_s or self._settled(problem, bound, open_choices)):
             return Solution(bound.choice, evaluate(problem, bound.choice), bound.lower, "BOUNDED", first, first)
         model = _Model(problem, bound)
         if self.memory_limit is not None:
@@ -100,6 +103,10 @@ class Solve:
         seconds = evaluate(problem, choice)
         first = first if bound.choice is not None else watch.first or wall
         return Solution(choice, seconds, min(seconds, lower), solver.status_name(status), wall, first)
+
+    def _settled(self, problem: Problem, bound: Bound, open_choices: int) -> bool:
+        """Whether CP-SAT could gain less than its model costs to build."""
+        return open_choices > MANY_CHOICES and _proven(problem, bound, SETTLED_GAP)
 
     def _solver(self, limit: float) -> cp_model.CpSolver:
         solver = cp_model.CpSolver()
@@ -141,6 +148,10 @@ class Solve:
             " the rest is one op's own blocks. Raise the limit, use more ranks, or a smaller batch",
             least,
         )
+
+
+def _proven(problem: Problem, bound: Bound, gap: float) -> bool:
+    return bound.choice is not None and bound.lower >= (1 - gap) * evaluate(problem, bound.choice)
 
 
 class _Watch(cp_model.CpSolverSolutionCallback):
@@ -212,12 +223,12 @@ class _Model:
             self.terms += [(var, self.problem.own[root][i]) for i, var in self.x[root].items()]
 
     def _add_group(self, group: list[Use]) -> None:
-        users: dict[tuple[Layout, Layout], list[_Sharer]] = {}
+        users: dict[tuple[int, int], list[_Sharer]] = {}
         for use in group:
             for source, target, indicator in self._indicators(use):
                 price = use.price[source][target] * use.edge.count
                 if price:
-                    pair = (use.from_layouts[source], use.to_layouts[target])
+                    pair = (use.from_ids[source], use.to_ids[target])
                     users.setdefault(pair, []).append(_Sharer(use, (source, target), indicator, price))
         for sharing in users.values():
             self._add_shared(sharing)

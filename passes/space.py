@@ -8,7 +8,7 @@ and whatever meets a pending sum that it cannot pass on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from stpart_compiler.cost_models.cluster import Cluster
@@ -20,6 +20,7 @@ from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.ir.rule import SUM
 from stpart_compiler.ir.spacetime import MOVE, Derived, Strategy, derive
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
+from stpart_compiler.passes.quotient import Edge, Quotient, quotient
 from stpart_compiler.passes.strategies import DEFAULT_SPACE, StrategySpace, enumerate_strategies, is_contraction
 
 LARGE_IN_LATENCIES = 20.0
@@ -121,17 +122,6 @@ class ParamChoices:
 
 
 @dataclass
-class Edge:
-    """A class of uses: operand `port` of op class `consumer` reads a value of `producer`, `count` times."""
-
-    producer: tuple[str, int, int]  # ("op", class, result), ("param", class, 0) or ("fixed", 0, 0)
-    consumer: int
-    port: int
-    count: int
-    value: ValueInfo
-
-
-@dataclass
 class Space:
     """Everything that the solver needs."""
 
@@ -140,9 +130,7 @@ class Space:
     costs: Costs
     choices: list[Choices]
     params: list[ParamChoices]
-    edges: list[Edge]
-    param_class: dict[ValueKey, int]
-    finals: list[Edge] = field(default_factory=list)  # consumer -1: program outputs; port: class of the parameter or -1
+    classes: Quotient
 
 
 @dataclass(frozen=True)
@@ -176,14 +164,13 @@ class BuildSpace:
 
     def apply(self, graph: Annotated, restriction: Restriction = Restriction()) -> Space:
         mesh = self.costs.mesh
-        params, param_class = _params(graph, mesh, restriction)
+        classes = quotient(graph)
+        params, param_class = _params(classes, mesh, restriction), classes.param_class
         carriers = pending_carriers(graph)
         choices: list[Choices] = []
         for members in graph.classes:
             choices.append(self._choices(graph, members, choices, params, param_class, restriction, carriers))
-        edges = _edges(graph, param_class)
-        finals = _finals(graph, param_class)
-        return Space(graph, mesh, self.costs, choices, params, edges, param_class, finals)
+        return Space(graph, mesh, self.costs, choices, params, classes)
 
     def _choices(
         self,
@@ -406,69 +393,14 @@ def _skewed_rest(shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> list[
     return out
 
 
-def _params(graph: Annotated, mesh: Mesh, restriction: Restriction) -> tuple[list[ParamChoices], dict[ValueKey, int]]:
-    groups: dict[tuple[object, ...], ParamChoices] = {}
-    order: dict[ValueKey, int] = {}
-    for info in graph.captured.params:
-        if info.node is None:
-            continue
-        value = graph.values[(info.node, 0)]
-        users = frozenset(graph.uses.get(value.key, ()))
-        key = (value.shape, value.dtype, info.requires_grad, users)
-        if key not in groups:
-            layouts = rest_layouts(value.shape, mesh)
-            if restriction.layouts is not None:
-                layouts = restriction.layouts(value, layouts, mesh)
-            groups[key] = ParamChoices([], value, layouts)
-        groups[key].names.append(info.name)
-        order[value.key] = list(groups).index(key)
-    return list(groups.values()), order
-
-
-def _edges(graph: Annotated, param_class: dict[ValueKey, int]) -> list[Edge]:
-    found: dict[tuple[object, ...], Edge] = {}
-    for op in graph.ops:
-        for port, key in enumerate(op.operands):
-            producer = producer_of(graph, key, param_class)
-            at = (producer, op.klass, port)
-            if at not in found:
-                found[at] = Edge(producer, op.klass, port, 0, graph.values[key])
-            found[at].count += 1
-    return list(found.values())
-
-
-def producer_of(graph: Annotated, key: ValueKey, param_class: dict[ValueKey, int]) -> tuple[str, int, int]:
-    """Class of the producer of a value; inputs, tangents, buffers and constants are whole on every rank."""
-    if key in param_class:
-        return ("param", param_class[key], 0)
-    if graph.values[key].kind != "op":
-        return ("fixed", 0, 0)
-    return ("op", graph.by_name[key[0]].klass, key[1])
-
-
-def _finals(graph: Annotated, param_class: dict[ValueKey, int]) -> list[Edge]:
-    """Gradients must end where their parameter rests; outputs and new buffer values whole on every rank."""
-    captured = graph.captured
-    found: dict[tuple[object, ...], Edge] = {}
-
-    def add(node: str, port: int) -> None:
-        key = graph.alias[node]
-        at = (producer_of(graph, key, param_class), port)
-        if at not in found:
-            found[at] = Edge(at[0], -1, port, 0, graph.values[key])
-        found[at].count += 1
-
-    nodes = {p.name: p.node for p in captured.params}
-    for name, grad in captured.grads.items():
-        if grad is not None:
-            node = nodes[name]
-            add(grad, param_class[(node, 0)] if node is not None else -1)
-    for output in captured.outputs:
-        if output.node is not None:
-            add(output.node, -1)
-    for node in captured.mutations.values():
-        add(node, -1)
-    return list(found.values())
+def _params(graph: Quotient, mesh: Mesh, restriction: Restriction) -> list[ParamChoices]:
+    found = []
+    for group in graph.params:
+        layouts = rest_layouts(group.value.shape, mesh)
+        if restriction.layouts is not None:
+            layouts = restriction.layouts(group.value, layouts, mesh)
+        found.append(ParamChoices(group.names, group.value, layouts))
+    return found
 
 
 def layouts_of(

@@ -111,7 +111,13 @@ class Layout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dims", tuple(_merged(atoms) for atoms in self.dims))
         object.__setattr__(self, "partial", tuple(sorted(self.partial, key=str)))
-        object.__setattr__(self, "_hash", hash((self.dims, self.partial)))
+        # plain tuples: comparing them is what a search over layouts does most
+        key = (
+            tuple(tuple((atom.size, *map(_digit_key, atom.digits)) for atom in atoms) for atoms in self.dims),
+            tuple(map(_digit_key, self.partial)),
+        )
+        object.__setattr__(self, "_key", key)
+        object.__setattr__(self, "_hash", hash(key))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
@@ -119,9 +125,7 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Layout) or hash(self) != hash(other):
-            return False
-        return self.dims == other.dims and self.partial == other.partial
+        return isinstance(other, Layout) and self._key == other._key  # type: ignore[attr-defined]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -156,6 +160,10 @@ class Layout:
 
 def _dim_text(atoms: tuple[Atom, ...]) -> str:
     return str(atoms[0]) if len(atoms) == 1 else f"({' '.join(str(a) for a in atoms)})"
+
+
+def _digit_key(digit: Digit) -> tuple[object, ...]:
+    return digit.coeffs, digit.q, digit.tau, digit.offset
 
 
 def _merged(atoms: tuple[Atom, ...]) -> tuple[Atom, ...]:
