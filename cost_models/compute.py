@@ -54,6 +54,21 @@ def _convolution_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
     return 2.0 * math.prod(outs[0]) * math.prod(ins[1][1:])
 
 
+def _convolution_backward_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
+    """As much as forward, for the gradient of the input and for that of the weight."""
+    made = sum(1 for out in outs[:2] if len(out) == len(ins[0]))
+    return made * 2.0 * math.prod(ins[0]) * math.prod(ins[2][1:])
+
+
+def _grouped_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
+    """(tokens k, experts k n) or (m tokens, tokens n): each token meets one expert."""
+    return 2.0 * math.prod(ins[0]) * ins[1][-1]
+
+
+def _grouped_backward_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
+    return 2 * _grouped_flops(ins, outs)
+
+
 def _attention_flops(query: int, qk_products: int, av_products: int) -> Count:
     """FLOPs of attention on [batch, heads, sequence, dim] operands, `query` being the position of Q, before K and V.
 
@@ -73,6 +88,10 @@ _FLOPS: dict[str, Count] = {
     **{name: _product_flops(1, 2) for name in ("addmm", "baddbmm", "addbmm", "addmv")},
     "linear": _linear_flops,
     "convolution": _convolution_flops,
+    "convolution_backward": _convolution_backward_flops,
+    "_grouped_mm": _grouped_flops,
+    "grouped_mm_fallback": _grouped_flops,
+    "grouped_mm_fallback_backward": _grouped_backward_flops,
 }
 # Backward recomputes QK^T, then makes dQ and dK from the scores, and dV and the scores' gradient from the values.
 for _kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
@@ -100,7 +119,7 @@ def is_view(target: Any) -> bool:
 def flops(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> float:
     """FLOPs of a matmul-like op (matrix products, convolution, attention) on blocks; 0 for any other op.
 
-    `in_shapes`: per tensor operand; `out_shapes`: per tensor result.
+    `in_shapes`: per tensor operand; `out_shapes`: per result.
     """
     count = _FLOPS.get(_name(call.target))
     return count(in_shapes, out_shapes) if count else 0.0
@@ -110,8 +129,8 @@ def moved_bytes(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Sha
     """Bytes that the op reads and writes, each operand and result once; 0 for views."""
     if is_view(call.target):
         return 0.0
-    results = [result for result in call.results if result is not None]
-    written = sum(math.prod(shape) * result.dtype.itemsize for result, shape in zip(results, out_shapes, strict=True))
+    results = zip(call.results, out_shapes, strict=True)
+    written = sum(math.prod(shape) * result.dtype.itemsize for result, shape in results if result is not None)
     read = [math.prod(shape) * info.dtype.itemsize for info, shape in zip(call.operands, in_shapes, strict=True)]
     if read and _name(call.target) in _LOOKUPS:
         read[0] = min(read[0], written)
@@ -119,7 +138,7 @@ def moved_bytes(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Sha
 
 
 def op_seconds(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape], cluster: Cluster) -> float:
-    """Seconds of one op on blocks of `in_shapes` (per tensor operand) and `out_shapes` (per tensor result)."""
+    """Seconds of one op on blocks of `in_shapes` (per tensor operand) and `out_shapes` (per result)."""
     if is_view(call.target):
         return 0.0
     device = cluster.device

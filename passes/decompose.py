@@ -1,4 +1,7 @@
-"""Rewrite ops that can only be cut in pieces: `addmm` as mm and add, `nll_loss_forward` as a gather and sums."""
+"""Rewrite ops that can only be cut in pieces: `addmm` as mm and add, `nll_loss_forward` as a gather and sums.
+
+Norms over the batch and some losses are expanded by torch's own decompositions (`passes/expand.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from stpart_compiler.passes.expand import EXPANDED, expansion
 
 aten = torch.ops.aten
 
@@ -24,9 +29,10 @@ class Decompose:
     """
 
     def apply(self, gm: fx.GraphModule) -> fx.GraphModule:
-        found = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in _REWRITES]
+        targets = _REWRITES.keys() | EXPANDED
+        found = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in targets]
         for node in found:
-            _REWRITES[node.target](Inserter(node))
+            (_REWRITES.get(node.target) or _expand)(Inserter(node))
         if found:
             gm.graph.lint()
             gm.recompile()
@@ -38,6 +44,10 @@ class Inserter:
     """Adds nodes in front of `node`, and turns nodes into other calls."""
 
     node: fx.Node
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self.node.args
 
     def add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.node.graph.inserting_before(self.node):
@@ -60,7 +70,7 @@ def _value(node: fx.Node) -> Any:
 
 def _addmm(at: Inserter) -> None:
     """bias * beta + (a @ b) * alpha."""
-    bias, a, b = at.node.args
+    bias, a, b = at.args
     beta, alpha = at.node.kwargs.get("beta", 1), at.node.kwargs.get("alpha", 1)
     product = at.add(aten.mm.default, a, b)
     if alpha != 1:
@@ -72,7 +82,7 @@ def _addmm(at: Inserter) -> None:
 
 def _nll_loss(at: Inserter) -> None:
     """Minus the log-probability of each target that is not ignored, summed (or averaged), and their number."""
-    logits, target, weight, reduction, ignored = at.node.args
+    logits, target, weight, reduction, ignored = at.args
     logits_val = _tensor(logits)
     if weight is not None or reduction not in (MEAN, SUM) or logits_val.ndim != 2:
         return
@@ -93,6 +103,93 @@ def _nll_loss(at: Inserter) -> None:
     at.node.graph.erase_node(at.node)
 
 
+def _expand(at: Inserter) -> None:
+    """Torch's decomposition in place of the node."""
+    traced, operands = expansion(at.node)
+    inside: dict[fx.Node, Any] = {}
+    names = iter(operands)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            inside[node] = next(names)
+        elif node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), inside.__getitem__)
+            inside[node] = at.add(node.target, *args, **kwargs)
+        else:
+            assert node.op == "output", f"{at.node.target}: its decomposition holds a constant, {node.format_node()}"
+    (results,) = traced.graph.output_node().args
+    _give(at, fx.node.map_arg(results, inside.__getitem__))
+
+
+def _give(at: Inserter, results: Any) -> None:
+    """Let the readers of the node read the results instead, under the names that they have."""
+    if isinstance(results, fx.Node):
+        at.turn(at.node, aten.alias.default, results)
+        return
+    for user in list(at.node.users):
+        assert user.target is operator.getitem, f"{at.node} is read by {user}, expected getitem"
+        at.turn(user, aten.alias.default, results[user.args[1]])
+    at.node.graph.erase_node(at.node)
+
+
+def _glu(at: Inserter) -> None:
+    """One half of a dim times the sigmoid of the other. Halves of a cut dim stay cut."""
+    one, two = _halves(at, *at.args)
+    at.turn(at.node, aten.mul.Tensor, one, at.add(aten.sigmoid.default, two))
+
+
+def _glu_backward(at: Inserter) -> None:
+    grad, x, dim = at.args
+    one, two = _halves(at, x, dim)
+    gate = at.add(aten.sigmoid.default, two)
+    first = at.add(aten.mul.Tensor, grad, gate)
+    second = at.add(aten.sigmoid_backward.default, at.add(aten.mul.Tensor, grad, one), gate)
+    at.turn(at.node, aten.cat.default, [first, second], dim)
+
+
+def _halves(at: Inserter, x: Any, dim: Any = -1) -> tuple[fx.Node, fx.Node]:
+    half = _tensor(x).shape[dim] // 2
+    parts = at.add(aten.split.Tensor, x, half, dim)
+    return at.add(operator.getitem, parts, 0), at.add(operator.getitem, parts, 1)
+
+
+def _dropout(at: Inserter) -> None:
+    """The mask drawn by itself, whole on every rank as on one device; what it is applied to may be cut."""
+    x, p, train = at.args
+    if train is False or p == 0:
+        return
+    whole = at.add(aten.empty.memory_format, list(_tensor(x).shape), dtype=torch.bool, device=_tensor(x).device)
+    drawn = at.add(aten.bernoulli.p, whole, 1.0 - p)
+    mask = at.add(aten.clone.default, drawn)  # backward keeps this one, cut like x
+    kept = at.add(aten.mul.Tensor, x, mask)
+    _give(at, (at.add(aten.mul.Tensor, kept, 1.0 / (1.0 - p) if p < 1 else 0.0), mask))
+
+
+def _convolution(at: Inserter) -> None:
+    """The bias apart: a sum over cut channels must not add it once per block."""
+    x, weight, bias, *rest = at.args
+    if bias is None:
+        return
+    product = at.add(aten.convolution.default, x, weight, None, *rest)
+    along = [-1, *[1] * (_tensor(weight).ndim - 2)]
+    at.turn(at.node, aten.add.Tensor, product, at.add(aten.view.default, bias, along))
+
+
+def _convolution_backward(at: Inserter) -> None:
+    """Each gradient by itself: they are cut along different dims. That of the bias is a sum."""
+    grad, x, weight, _, *rest, mask = at.args
+    results: list[Any] = [None, None, None]
+    for i in range(2):
+        if mask[i]:
+            only = [j == i for j in range(3)]
+            call = at.add(aten.convolution_backward.default, grad, x, weight, None, *rest, only)
+            results[i] = at.add(operator.getitem, call, i)
+    if mask[2]:
+        dims = [d for d in range(_tensor(grad).ndim) if d != 1]
+        results[2] = at.add(aten.sum.dim_IntList, grad, dims)
+    if sum(map(bool, mask)) > 1 or mask[2]:
+        _give(at, results)
+
+
 def _tensor(node: Any) -> torch.Tensor:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), f"{node}: expected a tensor"
@@ -102,4 +199,9 @@ def _tensor(node: Any) -> torch.Tensor:
 _REWRITES: dict[Any, Callable[[Inserter], None]] = {
     aten.addmm.default: _addmm,
     aten.nll_loss_forward.default: _nll_loss,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten.native_dropout.default: _dropout,
+    aten.glu.default: _glu,
+    aten.glu_backward.default: _glu_backward,
 }

@@ -69,7 +69,13 @@ class MakePlan:
         space = BuildSpace(self.costs).apply(graph, self._restricted(chosen.restriction))
         problem = BuildProblem(self.options, chosen.weights_stay).apply(space)
         quick = replace(self.options, patience_s=TEMPLATE_PATIENCE_S, gap=max(self.options.gap, TEMPLATE_GAP))
-        return space, problem, Solve(quick, self.memory_limit, polish_s=0.0).apply(problem)
+        solution = Solve(quick, self.memory_limit, polish_s=0.0).apply(problem)
+        if not chosen.weights_stay:
+            return space, problem, solution
+        # where a weight cannot stay (no layout at rest is the one in use), moving it costs what it costs
+        priced = BuildProblem(self.options).apply(space)
+        seconds = evaluate(priced, solution.choice)
+        return space, priced, replace(solution, seconds=seconds, bound=min(solution.bound, seconds))
 
     def _restricted(self, restriction: Restriction) -> Restriction:
         return replace(restriction, layouts=whole_layouts) if self.whole_parameters else restriction

@@ -20,7 +20,7 @@ from torch import fx
 
 from stpart_compiler.capture import Captured
 from stpart_compiler.ir.rule import WHOLE, DimMap, Factor, OpRule, refined
-from stpart_compiler.passes.rules import OpCall, rule_of
+from stpart_compiler.passes.rules import OpCall, discovered_rule, rule_of
 from stpart_compiler.passes.rules.calls import op_call
 
 K = TypeVar("K")
@@ -40,6 +40,7 @@ class OpNode:
     module_path: str
     is_backward: bool
     has_rule: bool
+    discovered: bool = False  # the rule was found by running the op
     movable: frozenset[int] = frozenset()  # factors that may be cut
     batch: frozenset[int] = frozenset()  # factors that come from dim 0 of the user's inputs
     data: frozenset[int] = frozenset()  # factors that come from any dim of the user's inputs
@@ -113,7 +114,7 @@ def _collect(captured: Captured) -> tuple[list[OpNode], dict[ValueKey, ValueInfo
     ops: list[OpNode] = []
     values: dict[ValueKey, ValueInfo] = {}
     alias: dict[str, ValueKey] = {}
-    rules: dict[str, tuple[OpRule, bool]] = {}
+    rules: dict[str, tuple[OpRule, bool, bool]] = {}
     for node in captured.gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             _add_value(values, alias, node, kinds.get(node.name, "constant"))
@@ -150,17 +151,18 @@ def _add_results(values: dict[ValueKey, ValueInfo], alias: dict[str, ValueKey], 
         alias[node.name] = (node.name, 0)
 
 
-def _op_node(node: fx.Node, alias: dict[str, ValueKey], rules: dict[str, tuple[OpRule, bool]]) -> OpNode:
+def _op_node(node: fx.Node, alias: dict[str, ValueKey], rules: dict[str, tuple[OpRule, bool, bool]]) -> OpNode:
     call = op_call(node)
     signature = call_signature(call)
     if signature not in rules:
-        found = rule_of(call)
-        rules[signature] = (found, True) if found is not None else (whole_rule(call), False)
-    rule, has_rule = rules[signature]
+        own = rule_of(call)
+        found = own or discovered_rule(call)
+        rules[signature] = (found or whole_rule(call), found is not None, found is not own)
+    rule, has_rule, discovered = rules[signature]
     operands = tuple(alias[arg.name] for arg in _tensor_args(node))
     path = node.meta.get("module_path", "")
     backward = node.meta["is_backward"]
-    return OpNode(node.name, call, rule, operands, path, backward, has_rule, signature=signature)
+    return OpNode(node.name, call, rule, operands, path, backward, has_rule, discovered, signature=signature)
 
 
 def _tensor_args(node: fx.Node) -> Iterator[fx.Node]:

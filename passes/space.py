@@ -21,6 +21,7 @@ from stpart_compiler.ir.rule import SUM
 from stpart_compiler.ir.spacetime import MOVE, Derived, Strategy, derive
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
+from stpart_compiler.passes.rules.registry import draws
 from stpart_compiler.passes.strategies import DEFAULT_SPACE, StrategySpace, enumerate_strategies, is_contraction
 
 LARGE_IN_LATENCIES = 20.0
@@ -200,7 +201,7 @@ class BuildSpace:
             [[i] for i in range(len(strategies))],
         )
         lead = _lead(graph, op)
-        if lead is None or is_contraction(op.rule):
+        if lead is None or is_contraction(op.rule) or _is_drawn(graph, op.operands[lead]):
             return own
         return _following(own, lead, graph, done, params, param_class, self.costs) or own
 
@@ -277,6 +278,11 @@ def _lead(graph: Annotated, op: OpNode) -> int | None:
         if graph.values[key].kind in ("op", "param"):
             best = max(best or (-1, -1), (graph.values[key].numel, i))
     return best[1] if best else None
+
+
+def _is_drawn(graph: Annotated, key: ValueKey) -> bool:
+    """Whether a value is drawn, and so whole everywhere: what reads it need not stay so."""
+    return key[0] in graph.by_name and draws(graph.by_name[key[0]].call)
 
 
 def _following(

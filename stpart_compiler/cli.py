@@ -1,4 +1,4 @@
-"""The `stpart` command: demo, plan, dump, run."""
+"""The `stpart` command: demo, doctor, plan, dump, run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stpart_compiler.compile import compile_model
+from stpart_compiler.capture import capture
+from stpart_compiler.compile import annotate, compile_model
 from stpart_compiler.compiled import CompiledModel
 from stpart_compiler.demo import demo
+from stpart_compiler.inspect.doctor import diagnose
 from stpart_compiler.inspect.table import plan_table
 from stpart_compiler.local_ranks import RanksFailedError, train_on_ranks
 from stpart_compiler.passes.emit_fx import annotated_code
@@ -50,6 +52,10 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("demo", help="train a small Llama on 4 local ranks, beside one device")
     command.set_defaults(command=lambda options: demo())
 
+    command = commands.add_parser("doctor", help="say what would be replicated or refused, before any run")
+    _model_arguments(command)
+    command.set_defaults(command=_doctor)
+
     command = _model_command(commands, "plan", "choose a plan, print it and what it costs", _plan)
     command.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the plan as JSON")
     command.add_argument("--verbose", action="store_true", help="list ops that cost nothing too")
@@ -71,16 +77,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _model_command(commands: Any, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=f"{summary}.")
-    known = ", ".join(PRESETS)
-    command.add_argument("model", metavar="MODEL", help=f"{known}, or path/to/file.py:function")
+    _model_arguments(command)
     command.add_argument("--mesh", required=True, help="4, 2x2 or r=2,c=2")
     command.add_argument("--memory-limit", metavar="SIZE", help="per rank, such as 16GiB")
     command.add_argument("--template", metavar="NAME", help=f"take this named plan: {', '.join(templates())}")
     command.add_argument("--cluster", metavar="NAME", help="preset or path of a TOML: what is priced")
-    command.add_argument("--batch", type=_positive, metavar="N", help="sequences in the global batch")
-    command.add_argument("--seq", type=_positive, metavar="N", help="tokens in a sequence")
     command.set_defaults(command=run)
     return command
+
+
+def _model_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help=f"{', '.join(PRESETS)}, or path/to/file.py:function")
+    command.add_argument("--batch", type=_positive, metavar="N", help="sequences in the global batch")
+    command.add_argument("--seq", type=_positive, metavar="N", help="tokens in a sequence")
 
 
 def _positive(text: str) -> int:
@@ -131,6 +140,13 @@ def _compile(options: argparse.Namespace, step: TrainingStep, dump_dir: Path | N
 def _planned(options: argparse.Namespace, dump_dir: Path | None = None) -> CompiledModel:
     """Compiled for planning: the named models hold no values then."""
     return _compile(options, load_step(options.model, options.batch, options.seq, device="meta"), dump_dir)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    step = load_step(options.model, options.batch, options.seq, device="meta")
+    graph = annotate(capture(step.model, step.args, dict(step.kwargs), loss_fn=step.loss_fn))
+    print(diagnose(graph))
+    return 0
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,9 +132,10 @@ def _from_preset(preset: Preset, batch: int | None, sequence: int | None, device
 def _from_file(path: Path, function: str) -> TrainingStep:
     if not path.is_file():
         raise ValueError(f"model: no file {path}; expected path/to/file.py:function")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"stpart_model_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # tracing looks up globals of the model's functions there
     spec.loader.exec_module(module)
     make = getattr(module, function, None)
     if not callable(make):

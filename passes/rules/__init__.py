@@ -5,6 +5,8 @@ Importing this package registers the rules of all families.
 
 from stpart_compiler.passes.rules import (
     attention,
+    convolution,
+    experts,
     factories,
     indexing,
     losses,
@@ -16,8 +18,22 @@ from stpart_compiler.passes.rules import (
     views,
 )
 from stpart_compiler.passes.rules.calls import op_call
+from stpart_compiler.passes.rules.discovery import discovered_rule
 from stpart_compiler.passes.rules.registry import Block, OpCall, Operand, local_call, rule_of
 
-FAMILIES = (attention, factories, indexing, losses, matmul, norms, pointwise, reductions, slicing, views)
+FAMILIES = (
+    attention,
+    convolution,
+    experts,
+    factories,
+    indexing,
+    losses,
+    matmul,
+    norms,
+    pointwise,
+    reductions,
+    slicing,
+    views,
+)
 
-__all__ = ["FAMILIES", "Block", "OpCall", "Operand", "local_call", "op_call", "rule_of"]
+__all__ = ["FAMILIES", "Block", "OpCall", "Operand", "discovered_rule", "local_call", "op_call", "rule_of"]

@@ -6,7 +6,8 @@ import torch
 
 from stpart_compiler.ir.rule import PARALLEL, SUM, WHOLE, OpRule, TensorMap
 from stpart_compiler.passes.rules.factors import Factors, maps_of_results, normalized, result, whole_at
-from stpart_compiler.passes.rules.registry import OpCall, Operand, rule
+from stpart_compiler.passes.rules.registry import Block, LocalCall, OpCall, Operand, localized, rule
+from stpart_compiler.runtime import local_ops
 
 aten = torch.ops.aten
 
@@ -50,6 +51,12 @@ def norm_backward(call: OpCall) -> OpRule:
     inputs = [by_position[i] for i, _ in tensors]
     outputs = maps_of_results(call, (full, *[inner] * (len(call.results) - 1)))
     return factors.rule(inputs, outputs, ((0,),))
+
+
+@localized(aten.native_layer_norm_backward.default)
+def norm_backward_block(call: OpCall, block: Block) -> LocalCall:
+    """The kernel takes the statistics for contiguous."""
+    return local_ops.contiguous_call, (call.target, *call.args), call.kwargs
 
 
 def _row_maps(factors: Factors, call: OpCall, rows: str) -> tuple[TensorMap, TensorMap, TensorMap]:

@@ -34,6 +34,9 @@ LinearSets = tuple[tuple[int, ...], ...]
     aten.ones_like.default,
     aten.full_like.default,
     aten.empty_like.default,
+    aten.fill.Tensor,
+    aten.fill.Scalar,
+    aten.floor_divide.default,
 )
 def pointwise(call: OpCall) -> OpRule:
     """One factor per dim of the result; operands are aligned to the right."""

@@ -51,6 +51,15 @@ def reduced_whole(call: OpCall) -> OpRule:
     return _reduction(call, WHOLE, ())
 
 
+@rule(aten.histc.default)
+def histogram(call: OpCall) -> OpRule:
+    """Counts of the elements in bins, which add up, unless the bins' range comes from all elements."""
+    low, high = call.arg(2, "min", 0), call.arg(3, "max", 0)
+    factors = Factors()
+    source = factors.dims(call.operands[0].shape, WHOLE if low == high else SUM)
+    return factors.rule((source,), (factors.dims(call.results[0].shape, WHOLE) if call.results[0] else (),))
+
+
 def _reduction(call: OpCall, kind: str, linear: tuple[tuple[int, ...], ...]) -> OpRule:
     shape = call.operands[0].shape
     over = reduced_dims(call)

@@ -16,6 +16,8 @@ import torch
 
 from stpart_compiler.ir.layout import Range
 from stpart_compiler.ir.rule import DimMap, OpRule, TensorMap
+from stpart_compiler.runtime import local_ops
+from stpart_compiler.runtime.random_ops import drawn
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class OpCall:
     kwargs: dict[str, Any]
     operands: tuple[Operand, ...]
     results: tuple[Operand | None, ...]  # by position in the op's result tuple; None where it is no tensor
+
+    @property
+    def text(self) -> str:
+        """Equal for calls with the same op, shapes, dtypes and other arguments."""
+        return f"{self.target}{self.args}{self.kwargs}{self.results}"
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """Argument by position or keyword."""
@@ -108,10 +115,11 @@ LocalFn = Callable[[OpCall, Block], LocalCall]
 RULES: dict[Any, RuleFn] = {}
 TAGGED: dict[torch.Tag, RuleFn] = {}
 LOCALIZERS: dict[Any, LocalFn] = {}
+OF_CALLS: dict[Any, dict[str, LocalFn]] = {}  # localizers of single calls, by their text, whose rule was discovered
 
 
 def rule(*ops: Any) -> Callable[[RuleFn], RuleFn]:
-    """Register a factor rule for op overloads."""
+    """Register a factor rule for op overloads; one of a library that may not be loaded goes by its name."""
 
     def register(fn: RuleFn) -> RuleFn:
         for op in ops:
@@ -147,11 +155,11 @@ def localized(*ops: Any) -> Callable[[LocalFn], LocalFn]:
 
 def rule_of(call: OpCall) -> OpRule | None:
     """The factor rule of a call, or None when the op has none."""
-    fn = RULES.get(call.target) or _tagged_rule(call.target)
+    fn = RULES.get(call.target) or RULES.get(str(call.target)) or _tagged_rule(call.target)
     found = fn(call) if fn else None
     if found is None:
         return None
-    kept = tuple(operands for operands in found.linear if _keeps_sums(call, operands))
+    kept = tuple(operands for operands in found.linear if keeps_sums(call, operands))
     return found if kept == found.linear else replace(found, linear=kept)
 
 
@@ -163,7 +171,13 @@ def _tagged_rule(target: Any) -> RuleFn | None:
     return next((fn for tag, fn in TAGGED.items() if tag in target.tags), None)
 
 
-def _keeps_sums(call: OpCall, operands: frozenset[int]) -> bool:
+def draws(call: OpCall) -> bool:
+    """Whether a call draws from torch's default generator. Attention without dropout does not, whatever its tags."""
+    tags = call.target.tags if isinstance(call.target, torch._ops.OpOverload) else ()
+    return torch.Tag.nondeterministic_seeded in tags and rule_of(call) is None
+
+
+def keeps_sums(call: OpCall, operands: frozenset[int]) -> bool:
     """Whether summands survive the types: not when they are narrowed or booleans."""
     ins = [call.operands[i].dtype for i in operands]
     outs = [r.dtype for r in call.results if r is not None]
@@ -171,6 +185,29 @@ def _keeps_sums(call: OpCall, operands: frozenset[int]) -> bool:
 
 
 def local_call(call: OpCall, block: Block) -> LocalCall:
-    """Target and arguments that compute one block (tensor arguments are still `Operand`s)."""
-    fn = LOCALIZERS.get(call.target)
+    """Target and arguments that compute one block (tensor arguments are still `Operand`s).
+
+    Most kernels refuse empty operands, or give what is no sum of nothing: empty blocks are not computed.
+    """
+    if draws(call):
+        return drawn, (call.target, *call.args), call.kwargs
+    ranges = zip(block.rule.factors, block.ranges, strict=True)
+    if call.operands and any(low >= high and factor.size for factor, (low, high) in ranges):
+        return _empty_call(call, block)
+    discovered = OF_CALLS.get(call.target)
+    fn = discovered.get(call.text) if discovered else None
+    fn = fn or LOCALIZERS.get(call.target) or LOCALIZERS.get(str(call.target))
     return fn(call, block) if fn else (call.target, call.args, call.kwargs)
+
+
+def _empty_call(call: OpCall, block: Block) -> LocalCall:
+    """Results of a block without elements: empty where they are cut alike, else zeros, its share in a sum."""
+    made = [(block.out_shape(i), r.dtype) if r is not None else None for i, r in enumerate(call.results)]
+    if len(made) > 1 or _gives_list(call.target):
+        return local_ops.zeros_beside, (call.operands[0], made), {}
+    return local_ops.zero_beside, (call.operands[0], *(made[0] or ())), {}
+
+
+def _gives_list(target: Any) -> bool:
+    returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else []
+    return bool(returns) and isinstance(returns[0].type, torch.ListType)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._higher_order_ops.effects import with_effects
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -77,6 +78,15 @@ def refuse_dynamic_shapes(graph: fx.GraphModule) -> None:
                 f"{_place(node)}: `{node.name}` ({node.target}) gives a Python number or a shape that depends on "
                 f"tensor data\n{_FIX}"
             )
+
+
+def effect_error(graph: fx.GraphModule) -> GraphBreakError:
+    """The error for an op with a side effect in a fixed order, such as printing or checking values."""
+    node = next(n for n in graph.graph.nodes if n.op == "call_function" and n.target is with_effects)
+    return GraphBreakError(
+        f"{_place(node)}: {node.args[1]} has a side effect that must happen in order, which programs of several ranks"
+        " cannot keep; use a variant without (torch.linalg.inv_ex instead of inv, no prints or checks of values)"
+    )
 
 
 def _place(node: fx.Node) -> str:

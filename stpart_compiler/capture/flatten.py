@@ -11,6 +11,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     BufferAOTInput,
+    ForwardTokenAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph_module import _get_attr
 from torch.utils._pytree import TreeSpec
 
+from stpart_compiler.capture.breaks import effect_error
 from stpart_compiler.capture.names import Call, State, Tied, module_path, user_name
 from stpart_compiler.capture.types import Captured, InputInfo, OutputInfo, ParamInfo, TensorInfo
 
@@ -95,6 +97,8 @@ class _Flattener:
         self.copied[old] = new
 
     def _add_constant(self, desc: AOTInput, old: fx.Node) -> None:
+        if isinstance(desc, ForwardTokenAOTInput):
+            raise effect_error(self.joint)
         assert isinstance(desc, (ParamAOTInput, BufferAOTInput)), f"unknown input of the joint graph: {desc}"
         value = _get_attr(self.traced, desc.target)
         if isinstance(value, FakeTensor) or value.requires_grad or value.is_meta:

@@ -87,15 +87,13 @@ class Instr:
 
     def __getstate__(self) -> dict[str, Any]:
         """Operators cannot be pickled; they go by name."""
-        state = dict(self.__dict__)
-        if isinstance(self.target, torch._ops.OpOverload):
-            state["target"] = _OpName(str(self.target))
-        return state
+        named = {"target": _named(self.target), "args": tuple(map(_named, self.args))}
+        return dict(self.__dict__) | named
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if isinstance(self.target, _OpName):
-            self.target = _find_op(self.target)
+        self.target = _found(self.target)
+        self.args = tuple(map(_found, self.args))
 
     def inputs(self) -> Iterator[Value]:
         yield from values_in(self.args)
@@ -106,6 +104,14 @@ class _OpName(str):
     """Name of an operator overload, such as aten.add.Tensor."""
 
     __slots__ = ()
+
+
+def _named(item: Any) -> Any:
+    return _OpName(str(item)) if isinstance(item, torch._ops.OpOverload) else item
+
+
+def _found(item: Any) -> Any:
+    return _find_op(item) if isinstance(item, _OpName) else item
 
 
 def _find_op(name: _OpName) -> Any:

@@ -98,9 +98,15 @@ def _plain(x: Tensor) -> Tensor:
 _LOCAL = threading.local()
 
 
+def active_engine() -> Engine | None:
+    """The engine that is active on this thread, if any."""
+    engine: Engine | None = getattr(_LOCAL, "engine", None)
+    return engine
+
+
 def current_engine() -> Engine:
     """The engine that is active on this thread. Raises RuntimeError where there is none."""
-    engine: Engine | None = getattr(_LOCAL, "engine", None)
+    engine = active_engine()
     if engine is None:
         raise RuntimeError("a stpart op ran with no active engine on this thread: call it inside engine.activate()")
     return engine
@@ -122,6 +128,7 @@ class Engine:
         self.timeout_s = timeout_s
         self.labels: MutableMapping[tuple[int, int], Label] = {}
         self.messages: list[Message] = []
+        self.random_state: tuple[torch.device, Tensor] | None = None  # None: draw from the default generator
         self.on_failure: Callable[[CommTimeoutError], None] | None = None
         self._transport = transport
         self._pending: dict[tuple[int, int], list[_Pending]] = {}

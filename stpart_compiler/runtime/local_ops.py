@@ -8,7 +8,8 @@ holds the positions whose digit `(position // stride) % size` is in `low..high` 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,6 +23,18 @@ def block_mean(
 ) -> torch.Tensor:
     """Share of a block in a mean over `dims`: its sum over the `count` elements of the whole. Shares add up."""
     return torch.sum(x, list(dims), keepdim=keepdim, dtype=dtype) / count
+
+
+def zero_beside(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Result of a block without elements, on the device of x."""
+    return x.new_zeros(tuple(shape), dtype=dtype)
+
+
+def zeros_beside(
+    x: torch.Tensor, made: Sequence[tuple[Sequence[int], torch.dtype] | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """Results of a block without elements, on the device of x."""
+    return tuple(zero_beside(x, *one) if one is not None else None for one in made)
 
 
 def span_length(span: Span) -> int:
@@ -149,3 +162,52 @@ def attention_backward_block(
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     dq, dk, dv = backward(grad, q, k, v, out, logsumexp, 0.0, False, attn_mask=mask, scale=scale)
     return dq, dk, dv
+
+
+def grouped_block(
+    product: Callable[..., torch.Tensor], experts: Span, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Products of the tokens of a block of experts; zeros for those of other experts. Shares add up.
+
+    x [tokens, k] sorted by expert, weight [block, k, n], ends [experts] (where each expert's tokens end)
+    -> [tokens, n].
+    """
+    out = x.new_zeros((x.shape[0], weight.shape[2]))
+    rows, local = _rows_of(experts, ends)
+    out[rows] = product(x[rows], weight, local)
+    return out
+
+
+def grouped_backward_block(
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    experts: Span,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    grad: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `grouped_block`: of x, whose shares add up, and of the block of the weight."""
+    dx = torch.zeros_like(x)
+    rows, local = _rows_of(experts, ends)
+    dx[rows], dweight = backward(x[rows], weight, local, grad[rows])
+    return dx, dweight
+
+
+def _rows_of(experts: Span, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the tokens of a block of experts, in order, and where each expert's tokens end among them."""
+    mine = block_positions(experts, ends.device)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    counts = (ends - starts)[mine]
+    rows = torch.cat([torch.arange(int(starts[e]), int(ends[e]), device=ends.device) for e in mine])
+    return rows, counts.cumsum(0).to(ends.dtype)
+
+
+def contiguous_call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an op whose kernel takes its operands for contiguous: blocks that are cut out of larger tensors are not."""
+    return op(*(_contiguous(arg) for arg in args), **{name: _contiguous(arg) for name, arg in kwargs.items()})
+
+
+def _contiguous(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return item.contiguous()
+    return type(item)(map(_contiguous, item)) if isinstance(item, (list, tuple)) else item

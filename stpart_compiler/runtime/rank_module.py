@@ -24,6 +24,7 @@ from stpart_compiler.ir.layout import local_shape
 from stpart_compiler.ir.program import Instr, RankProgram
 from stpart_compiler.runtime import ops as _ops  # noqa: F401  (defines the ops that the programs call)
 from stpart_compiler.runtime.engine import Engine, Label, Peer
+from stpart_compiler.runtime.random_ops import drawn, share_state
 
 # Which module owns a parameter, and what it is. Values hold the module weakly: it holds the parameter.
 _OWNERS: Any = WeakIdKeyDictionary()
@@ -190,8 +191,10 @@ class _Programs:
         self.backward_gm = backward_gm
         self.homes = homes
         self.engine: Engine | None = None
-        devices = [home.tensor.device for home in homes.values()]
-        self.constants = {name: x.to(devices[0]) if devices else x for name, x in artifact.constants.items()}
+        self.device = next((home.tensor.device for home in homes.values()), torch.device("cpu"))
+        self.constants = {name: x.to(self.device) for name, x in artifact.constants.items()}
+        programs = [program for program in (artifact.forward, artifact.backward) if program is not None]
+        self.draws = any(instr.target is drawn for program in programs for instr in program.body)
         self.labels = program_labels(artifact.forward, artifact.backward)
         _check_arity(forward_gm, self.interface.forward_inputs)
         if backward_gm is not None:
@@ -216,6 +219,8 @@ class _Programs:
     def begin_step(self) -> None:
         if self.engine is not None:
             self.engine.begin_step()
+            if self.draws:
+                share_state(self.engine, self.device)
         elif self.interface.mesh.world_size > 1:
             raise RuntimeError(
                 f"rank module {self.artifact.rank} of {self.interface.mesh.world_size} has no engine: call "

@@ -35,9 +35,7 @@ LIMIT_S = 240.0  # for all ranks of a launch
 HANG_S, PATIENCE_S = 4.0, 60.0  # timeouts of the runs in which a rank stops or dies
 
 # Slow ranks on a fast network: cutting pays at these sizes too.
-CLUSTER = st.Cluster(
-    "slow ranks", Device("slow", "cpu", (("float32", 1e8),), 2**34, 1e10), ((None, Link(1e-9, 1e11)),)
-)
+CLUSTER = st.Cluster("slow ranks", Device("slow", "cpu", (("float32", 1e8),), 2**34, 1e10), ((None, Link(1e-9, 1e11)),))
 SOLVER = st.SolverOptions(time_limit_s=60, patience_s=3)
 
 
@@ -86,6 +84,27 @@ def train(
     return losses, norms
 
 
+def noisy() -> tuple[nn.Module, torch.Tensor]:
+    """A model with dropout, and its input."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.4), nn.Linear(16, 8), nn.Dropout(0.2)]
+    return nn.Sequential(*layers), torch.randn(8, 8)
+
+
+def noise_losses(model: nn.Module, x: torch.Tensor) -> list[float]:
+    """Two steps, each with masks of its own."""
+    return [float(model(x).detach()) for _ in range(2)]
+
+
+class _Squares(nn.Module):
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return _sum_of_squares(y)
+
+
+def _sum_of_squares(y: torch.Tensor) -> torch.Tensor:
+    return y.square().sum()
+
+
 def code_of(compiled: st.CompiledModel, rank: int) -> str:
     program = compiled.program(rank)
     assert program.backward is not None
@@ -112,6 +131,10 @@ def trains(directory: Path, rank: int) -> dict[str, Any]:
     second = train(again, optimizer, st.clip_grad_norm_, batches()[SAVED_AFTER:])
     found["clipped"], found["norms"] = ([*a, *b] for a, b in zip(first, second, strict=True))
     found["drifted"] = [*drifted(module), *drifted(again)]
+    model, x = noisy()
+    random = st.compile_model(model, (x,), mesh=MESH, cluster=CLUSTER, solver=SOLVER, loss_fn=_sum_of_squares)
+    torch.manual_seed(rank)  # the ranks' own generators differ
+    found["noise"] = noise_losses(random.local_module(PATIENCE_S), x)
     return found
 
 
@@ -248,7 +271,12 @@ def test_training(tmp_path: Path) -> None:
     model = llama()
     clipped, norms = train(model, adamw(model), nn.utils.clip_grad_norm_, batches())
     assert min(norms) > MAX_NORM
+    noisy_model, x = noisy()
+    torch.manual_seed(0)  # that of rank 0
+    noise = noise_losses(nn.Sequential(*noisy_model, _Squares()), x)
+    assert abs(noise[0] - noise[1]) > 1e-3
     for rank, seen in enumerate(found):
+        assert _close(seen["noise"], noise, 1e-4), rank
         assert _close(seen["plain"], plain), rank
         assert _close(seen["clipped"], clipped), rank
         assert _close(seen["norms"], norms), rank

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.integrations import moe as _moe  # noqa: F401  (registers its ops)
 
 from stpart_compiler.capture import Captured, capture
 from stpart_compiler.ir.layout import Digit, form, gather, split
@@ -176,11 +177,57 @@ def flags(*shape: int) -> torch.Tensor:
     return torch.rand(shape) < 0.5
 
 
+PLACES: list[Any] = [[2, 1], [1, 0], [1, 2], False, [0, 0], 1]  # stride, padding, dilation, transposed, ..., groups
+
+
+def convolution_backward(n: int, i: int, o: int, mask: list[bool]) -> Example:
+    x, weight = rand(n, i, 7, 5), rand(o, i, 3, 2)
+    out = aten.convolution.default(x, weight, None, *PLACES)
+    grad = rand(*out.shape)
+    return example(aten.convolution_backward.default, grad, x, weight, None, *PLACES, mask)
+
+
+def max_pool_backward(n: int, c: int) -> Example:
+    x = rand(n, c, 6, 6)
+    window: list[Any] = [[3, 3], [2, 2], [1, 1], [1, 1], False]
+    out, indices = aten.max_pool2d_with_indices.default(x, *window)
+    return example(aten.max_pool2d_with_indices_backward.default, rand(*out.shape), x, *window, indices)
+
+
+grouped = torch.ops.transformers.grouped_mm_fallback
+grouped_backward = torch.ops.transformers.grouped_mm_fallback_backward
+
+
+def ends(tokens: int, experts: int) -> torch.Tensor:
+    """Where the tokens of each expert end, some experts having none."""
+    return torch.cat([torch.randint(0, tokens + 1, (experts - 1,)).sort().values, torch.tensor([tokens])])
+
+
 CASES: dict[str, Callable[..., Example]] = {
     "mm": lambda m, n, k: example(aten.mm.default, rand(m, n), rand(n, k)),
     "bmm": lambda b, m, n, k: example(aten.bmm.default, rand(b, m, n), rand(b, n, k)),
     "addmm": lambda m, n, k: example(aten.addmm.default, rand(k), rand(m, n), rand(n, k), beta=2, alpha=3),
     "baddbmm": lambda b, m, n: example(aten.baddbmm.default, rand(b, m, n), rand(b, m, 2), rand(b, 2, n)),
+    "convolution": lambda n, i, o: example(aten.convolution.default, rand(n, i, 7, 5), rand(o, i, 3, 2), None, *PLACES),
+    "convolution grouped": lambda n, g, o: example(
+        aten.convolution.default, rand(n, 2 * g, 6), rand(g * o, 2, 3), None, [1], [1], [1], False, [0], g
+    ),
+    "convolution transposed": lambda n, i, o: example(
+        aten.convolution.default, rand(n, i, 4), rand(i, o, 3), None, [2], [1], [1], True, [0], 1
+    ),
+    "convolution_backward x": lambda n, i, o: convolution_backward(n, i, o, [True, False, False]),
+    "convolution_backward weight": lambda n, i, o: convolution_backward(n, i, o, [False, True, False]),
+    "max_pool": lambda n, c: example(aten.max_pool2d_with_indices.default, rand(n, c, 6, 6), [3, 3], [2, 2], [1, 1]),
+    "max_pool_backward": lambda n, c: max_pool_backward(n, c),
+    "avg_pool": lambda n, c: example(aten.avg_pool2d.default, rand(n, c, 6, 6), [2, 2]),
+    "adaptive_avg_pool": lambda n, c: example(aten._adaptive_avg_pool2d.default, rand(n, c, 6, 6), [2, 3]),
+    "upsample": lambda n, c: example(aten.upsample_nearest2d.vec, rand(n, c, 3, 4), None, [2.0, 2.0]),
+    "reflection_pad": lambda n, c: example(aten.reflection_pad1d.default, rand(n, c, 5), [1, 2]),
+    "histc": lambda a, b: example(aten.histc.default, rand(a, b), 5, -1, 1),
+    "grouped_mm": lambda e, k, n: example(grouped.default, rand(9, k), rand(e, k, n), ends(9, e)),
+    "grouped_mm_backward": lambda e, k, n: example(
+        grouped_backward.default, rand(9, k), rand(e, k, n), ends(9, e), rand(9, n)
+    ),
     "mv": lambda m, n: example(aten.mv.default, rand(m, n), rand(n)),
     "dot": lambda n: example(aten.dot.default, rand(n), rand(n)),
     "add": lambda a, b: example(aten.add.Tensor, rand(a, 1, b), rand(3, b), alpha=2),

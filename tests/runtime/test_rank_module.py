@@ -98,9 +98,7 @@ def data_parallel(loss_index: int | None = 0) -> list[RankArtifact]:
         groups=((0, 1),),
     )  # fmt: skip
     constants = {"quarter": torch.tensor(0.25, dtype=F64)}
-    return [
-        RankArtifact(rank, interface, *_data_parallel_programs(rank), constants) for rank in range(mesh.world_size)
-    ]
+    return [RankArtifact(rank, interface, *_data_parallel_programs(rank), constants) for rank in range(mesh.world_size)]
 
 
 def _all_reduced(b: Builder, x: Value) -> Value:

@@ -1,0 +1,112 @@
+"""Models of many families: the solved plan on every mesh, and every template, against one device."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from zoo import KERNEL_FLOAT32, ZOO, Step, make
+
+import stpart_compiler as st
+from stpart_compiler.capture import capture
+from stpart_compiler.compile import annotate
+from stpart_compiler.cost_models.cluster import Device, Link
+
+MESHES = (2, 3, 4, 8, (2, 2))
+TEMPLATES = {"data": 3, "zero3": 2, "megatron": 4, "megatron_sp": (2, 2), "ring": 3, "primepar": 4}
+
+# Slow ranks on a fast network: cutting pays at these sizes too.
+CLUSTER = st.Cluster(
+    "slow ranks",
+    Device("slow", "cpu", (("float64", 1e8), ("float32", 1e8)), 2**34, 1e10),
+    ((None, Link(1e-9, 1e11)),),
+)
+SOLVER = st.SolverOptions(time_limit_s=5, patience_s=0.5)
+
+
+class Case:
+    """A step captured once, with the loss, gradients and buffers of one device."""
+
+    def __init__(self, name: str) -> None:
+        self.step = make(name).double()
+        self.captured = capture(self.step.model, self.step.args, dict(self.step.kwargs), loss_fn=self.step.loss_fn)
+        self.graph = annotate(self.captured)
+        self.single = dataclasses.replace(self.step, model=copy.deepcopy(self.step.model))
+        self.loss = self.single.loss()
+        self.loss.backward()
+
+    def compile(self, mesh: Any, template: str | None) -> st.CompiledModel:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("stpart_compiler.compile.capture", lambda *args, **kwargs: self.captured)
+            patch.setattr("stpart_compiler.compile.annotate", lambda *args, **kwargs: self.graph)
+            return st.compile_model(
+                self.step.model,
+                self.step.args,
+                dict(self.step.kwargs),
+                loss_fn=self.step.loss_fn,
+                mesh=mesh,
+                template=template,
+                cluster=CLUSTER,
+                solver=SOLVER,
+            )
+
+    def check(self, compiled: st.CompiledModel) -> None:
+        result = compiled.run_in_process(*self.step.args, **self.step.kwargs)
+        assert result.loss is not None
+        self._close("loss", result.loss, self.loss.detach())
+        largest = max(float(p.grad.abs().max()) for p in self.single.model.parameters() if p.grad is not None)
+        for name, param in self.single.model.named_parameters(remove_duplicate=False):
+            found = result.grads[name]
+            assert (found is None) == (param.grad is None), name
+            if found is not None and param.grad is not None:
+                self._close(name, found, param.grad, floor=1e-6 * largest)
+        for name, buffer in self.single.model.named_buffers():
+            if name in result.buffers:
+                self._close(name, result.buffers[name], buffer)
+
+    def _close(self, name: str, found: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> None:
+        """Relative to the norm; gradients that vanish but for rounding, relative to `floor`."""
+        size = max(float(expected.double().norm()), floor * expected.numel() ** 0.5)
+        error = float((found.double() - expected.double()).norm())
+        assert error <= self.step.tolerance * size, f"{name}: error {error:.2e} of {size:.2e}"
+
+
+@lru_cache(maxsize=2)
+def _case(name: str) -> Case:
+    return Case(name)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_solved(name: str) -> None:
+    case = _case(name)
+    for mesh in MESHES:
+        compiled = case.compile(mesh, None)
+        work = [op.name for op in case.graph.ops if op.call.target in _PRODUCTS]
+        assert any(any(compiled.plan.strategies[op].digits) for op in work), mesh
+        case.check(compiled)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_templates(name: str) -> None:
+    case = _case(name)
+    for template, mesh in TEMPLATES.items():
+        case.check(case.compile(mesh, template))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_op_has_a_rule(name: str) -> None:
+    graph = _case(name).graph
+    assert {str(op.call.target) for op in graph.ops if not op.has_rule} == set()
+
+
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.convolution.default}
+
+
+def test_float32_is_used_only_where_kernels_demand_it() -> None:
+    kept = [name for name in ZOO if make(name).tolerance == KERNEL_FLOAT32]
+    assert kept == ["mixtral"]
+    assert isinstance(make("dit"), Step)
