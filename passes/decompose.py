@@ -17,7 +17,7 @@ from stpart_compiler.passes.expand import EXPANDED, expansion
 
 aten = torch.ops.aten
 
-MEAN, SUM = 1, 2  # torch's codes of a loss's `reduction`
+NONE, MEAN = 0, 1  # torch's codes of a loss's `reduction`; 2 is the sum
 
 
 @dataclass(frozen=True)
@@ -81,26 +81,25 @@ def _addmm(at: Inserter) -> None:
 
 
 def _nll_loss(at: Inserter) -> None:
-    """Minus the log-probability of each target that is not ignored, summed (or averaged), and their number."""
+    """Minus the log-probability of each target that is not ignored, weighted, summed or averaged; and their weight."""
     logits, target, weight, reduction, ignored = at.args
     logits_val = _tensor(logits)
-    if weight is not None or reduction not in (MEAN, SUM) or logits_val.ndim != 2:
-        return
+    along = 1 if logits_val.ndim > 1 else 0
     valid = at.add(aten.ne.Scalar, target, ignored)
     safe = at.add(aten.where.ScalarOther, valid, target, 0)
-    index = at.add(aten.unsqueeze.default, safe, 1)
-    picked = at.add(aten.squeeze.dim, at.add(aten.gather.default, logits, 1, index), 1)
+    index = at.add(aten.unsqueeze.default, safe, along)
+    picked = at.add(aten.squeeze.dim, at.add(aten.gather.default, logits, along, index), along)
+    weights = at.add(aten._to_copy.default, valid, dtype=logits_val.dtype)
+    if weight is not None:
+        weights = at.add(aten.mul.Tensor, weights, at.add(aten.index.Tensor, weight, [safe]))
+        picked = at.add(aten.mul.Tensor, picked, weights)
     losses = at.add(aten.where.ScalarOther, valid, at.add(aten.neg.default, picked), 0)
-    total = at.add(aten.sum.default, losses)
-    count = at.add(aten.sum.default, at.add(aten._to_copy.default, valid, dtype=logits_val.dtype))
-    for user in list(at.node.users):
-        assert user.target is operator.getitem, f"{at.node} is read by {user}, expected getitem"
-        made = count if user.args[1] == 1 else total
-        if made is total and reduction == MEAN:
-            at.turn(user, aten.div.Tensor, total, count)
-        else:
-            at.turn(user, aten.alias.default, made)
-    at.node.graph.erase_node(at.node)
+    if reduction == NONE:
+        zero = at.add(aten.full.default, [], 0, dtype=logits_val.dtype, device=logits_val.device)
+        return _give(at, (losses, zero))
+    total, count = at.add(aten.sum.default, losses), at.add(aten.sum.default, weights)
+    made = at.add(aten.div.Tensor, total, count) if reduction == MEAN else total
+    return _give(at, (made, count))
 
 
 def _expand(at: Inserter) -> None:
@@ -199,6 +198,7 @@ def _tensor(node: Any) -> torch.Tensor:
 _REWRITES: dict[Any, Callable[[Inserter], None]] = {
     aten.addmm.default: _addmm,
     aten.nll_loss_forward.default: _nll_loss,
+    aten.nll_loss2d_forward.default: _nll_loss,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.native_dropout.default: _dropout,

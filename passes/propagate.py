@@ -87,7 +87,8 @@ class Propagate:
         _mark_movable(ops, values)
         classes = _classes(ops)
         by_name = {op.name: op for op in ops}
-        return Annotated(captured, ops, values, alias, classes, _backward(captured, ops), by_name, _uses(ops))
+        backward = _backward(captured, ops, alias)
+        return Annotated(captured, ops, values, alias, classes, backward, by_name, _uses(ops))
 
 
 def _uses(ops: list[OpNode]) -> dict[ValueKey, list[tuple[int, int]]]:
@@ -98,9 +99,10 @@ def _uses(ops: list[OpNode]) -> dict[ValueKey, list[tuple[int, int]]]:
     return uses
 
 
-def _backward(captured: Captured, ops: list[OpNode]) -> set[str]:
+def _backward(captured: Captured, ops: list[OpNode], alias: dict[str, ValueKey]) -> set[str]:
     """Ops that run in backward: those that depend on a tangent, and those that only such ops read."""
-    needed = {o.node for o in captured.outputs if o.node} | set(captured.mutations.values())
+    results = [*(o.node for o in captured.outputs if o.node), *captured.mutations.values()]
+    needed = {alias[node][0] for node in results}
     forward: set[str] = set()
     for op in reversed(ops):
         if not op.is_backward and (op.name in needed or op.name in forward):

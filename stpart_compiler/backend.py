@@ -234,7 +234,7 @@ class _Compiled:
             restrictions=Restrictions(whole_parameters=True),
             **options,
         )
-        engine = local_engine(compiled.interface, self.timeout_s) if compiled.world_size > 1 else None
+        engine = local_engine(compiled.artifacts, self.timeout_s) if compiled.world_size > 1 else None
         rank = engine.rank if engine is not None else 0
         programs = compiled.program(rank)
         params, buffers = dict(special.gm.named_parameters()), dict(special.gm.named_buffers())

@@ -117,7 +117,7 @@ class CompiledModel:
         Raises:
             RuntimeError: no process group, another world size, or the ranks do not hold the same plan.
         """
-        engine = local_engine(self.interface, timeout_s)
+        engine = local_engine(self.artifacts, timeout_s)
         return self.rank_module(engine.rank, engine, device if device is not None else "cpu")
 
     def run_in_process(self, *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> StepResult:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -82,3 +84,17 @@ class RankArtifact:
     forward: RankProgram
     backward: RankProgram | None
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def messages_digest(artifacts: Sequence[RankArtifact]) -> str:
+    """Digest of what all ranks send each other, in order: programs made alike have the same."""
+    digest = hashlib.sha256()
+    for artifact in artifacts:
+        for program in filter(None, (artifact.forward, artifact.backward)):
+            digest.update(f"{artifact.rank} {len(program.body)}".encode())
+            for instr in program.body:
+                if instr.kind in ("exchange", "collective", "wait"):
+                    sends, recvs = ([message for _, message in part] for part in (instr.sends, instr.recvs))
+                    facts = (instr.kind, sends, recvs, instr.group, instr.tag, instr.channel, instr.tags)
+                    digest.update(str(facts).encode())
+    return digest.hexdigest()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from stpart_compiler.ir.artifact import Interface
+from stpart_compiler.ir.artifact import RankArtifact, messages_digest
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.runtime.engine import Engine, online_engine
@@ -57,11 +57,11 @@ def agree_on_plan(solve: Callable[[], tuple[Plan, T]], rebuild: Callable[[Plan],
     return made if made is not None else rebuild(Plan.from_json(text))
 
 
-def local_engine(interface: Interface, timeout_s: float) -> Engine:
-    """Engine of this process for a compiled model, after all ranks have shown the same plan digest.
+def local_engine(artifacts: Sequence[RankArtifact], timeout_s: float) -> Engine:
+    """Engine of this process for a compiled model, after all ranks have shown the same plan and programs.
 
     Raises:
-        RuntimeError: there is no process group, or a rank holds another plan.
+        RuntimeError: there is no process group, or a rank holds another plan or other programs.
         ValueError: the world size differs from the mesh.
     """
     if not is_online():
@@ -69,14 +69,25 @@ def local_engine(interface: Interface, timeout_s: float) -> Engine:
             "local_module: no process group; start under torchrun and call torch.distributed.init_process_group first,"
             " or use run_in_process"
         )
+    interface = artifacts[0].interface
     check_world(interface.mesh)
     digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, interface.plan_digest)
+    dist.all_gather_object(digests, (interface.plan_digest, messages_digest(artifacts)))
+    _check_same(
+        "plan",
+        [plan for plan, _ in digests],
+        "every rank must compile the same model, inputs and options, or load the same plan",
+    )
+    _check_same(
+        "program",
+        [programs for _, programs in digests],
+        "the same plan gave other programs: all ranks need the same versions of torch, this package and custom ops",
+    )
+    return online_engine(timeout_s)
+
+
+def _check_same(what: str, digests: list[str], advice: str) -> None:
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
-        shown = ", ".join(f"rank {rank}: {str(digests[rank])[:12]}" for rank in (0, *different))
-        raise RuntimeError(
-            f"plan digests differ ({shown}); every rank must compile the same model, inputs and options, or"
-            " load the same plan"
-        )
-    return online_engine(timeout_s)
+        shown = ", ".join(f"rank {rank}: {digests[rank][:12]}" for rank in (0, *different))
+        raise RuntimeError(f"{what} digests differ ({shown}); {advice}")

@@ -170,6 +170,7 @@ def fails(directory: Path, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     mine = st.load_compiled(directory / ("other" if rank == 2 else "plan"))
     found["plan"] = failure(lambda: mine.local_module(PATIENCE_S))
+    found["program"] = failure(lambda: _changed(directory, rank).local_module(PATIENCE_S))
     compiled = st.load_compiled(directory / "plan")
     x = torch.load(directory / "x.pt")
     hanging, dying = compiled.local_module(HANG_S), compiled.local_module(PATIENCE_S)
@@ -180,6 +181,15 @@ def fails(directory: Path, rank: int) -> dict[str, Any]:
     dist.barrier()
     found["death"] = failure(lambda: dying(x).backward())
     return found
+
+
+def _changed(directory: Path, rank: int) -> st.CompiledModel:
+    """The plan of all, but rank 1 holds programs of which one sends to another channel."""
+    compiled = st.load_compiled(directory / "plan")
+    if rank == 1:
+        instr = next(instr for instr in compiled.artifacts[3].forward.body if instr.kind == "collective")
+        instr.channel += 1
+    return compiled
 
 
 def break_at_first_sum(module: RankModule, event: Callable[[], object]) -> None:
@@ -331,6 +341,8 @@ def test_failures(tmp_path: Path) -> None:
         assert seen["plan"]["kind"] == "RuntimeError"
         assert "plan digests differ" in seen["plan"]["text"]
         assert "rank 2" in seen["plan"]["text"]
+        assert "program digests differ" in seen["program"]["text"]
+        assert "rank 1" in seen["program"]["text"]
     for case in ("hang", "death"):
         # A rank that needs nothing of the failed one in this step may finish it.
         stopped = [seen[case] for seen in found[:3] if seen[case]["kind"] != "none"]
