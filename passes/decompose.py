@@ -34,6 +34,7 @@ class Decompose:
         for node in found:
             (_REWRITES.get(node.target) or _expand)(Inserter(node))
         if found:
+            gm.graph.eliminate_dead_code()  # results that nobody reads
             gm.graph.lint()
             gm.recompile()
         return gm

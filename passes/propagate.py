@@ -296,7 +296,7 @@ def _with_cuts(known: Cuts, new: set[int] | Cuts) -> Cuts:
 
 def _parts(size: int, cuts: Cuts) -> list[int]:
     bounds = sorted({1, *cuts, size}, reverse=True)
-    return [major // minor for major, minor in pairwise(bounds)] or [size]
+    return [major // minor for major, minor in pairwise(bounds)] if size > 1 else [size]
 
 
 def _factor_parts(rule: OpRule, known: tuple[TensorCuts, ...]) -> dict[int, tuple[int, ...]]:

@@ -45,13 +45,18 @@ def _wide(mesh: Mesh) -> list[str]:
 
 
 def _data(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
-    """Only the batch is cut."""
-    return _spatial(strategy) and set(_cut_axes(strategy)) <= op.batch
+    """Only the batch is cut, and parameters where they rest: a cast of a block is sent, not the block cast later."""
+    return _spatial(strategy) and (_of_parameters(op) or set(_cut_axes(strategy)) <= op.batch)
+
+
+def _of_parameters(op: OpNode) -> bool:
+    """A view or cast of a parameter or of its gradient."""
+    return not op.data and len(op.operands) == 1
 
 
 def _cuts(op: OpNode, strategy: Strategy, mesh: Mesh) -> int:
     """Mesh axes in use."""
-    return len(set().union(*_cut_axes(strategy).values()))
+    return 0 if _of_parameters(op) else len(set().union(*_cut_axes(strategy).values()))
 
 
 def _roles(mesh: Mesh) -> tuple[set[str], set[str]]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import stpart_compiler as st
 from stpart_compiler.cost_models.cluster import Device, Link
@@ -387,3 +388,87 @@ def test_outputs_of_all_kinds() -> None:
                 torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12)
             else:
                 assert got == want
+
+
+def test_inference_in_eval_mode() -> None:
+    """Running statistics are used and stay, dropout does nothing."""
+    torch.manual_seed(0)
+    model = (
+        nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 5)).double().eval()
+    )
+    norm = model[2]
+    assert isinstance(norm, nn.BatchNorm1d) and isinstance(norm.running_mean, torch.Tensor)
+    norm.running_mean.uniform_(-1, 1)
+    x = torch.randn(7, 6).double()
+    for mesh, template in PLANS:
+        compiled = st.compile_model(
+            model, (x,), mesh=mesh, template=template, cluster=CLUSTER, solver=SOLVER, training=False
+        )
+        result = compiled.run_in_process(x)
+        torch.testing.assert_close(result.outputs, model(x).detach(), rtol=1e-12, atol=1e-12)
+        assert torch.equal(result.buffers["2.running_mean"], norm.running_mean)
+        assert not result.grads
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_autocast(dtype: torch.dtype, tolerance: float) -> None:
+    """Parameters rest in float32 and are cast before they are sent; gradients have the dtypes of eager's."""
+
+    def loss(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            y = m.down(F.gelu(m.norm(m.up(x))))
+            q = y.view(4, 6, 2, 8).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True).float().square().mean()
+
+    torch.manual_seed(0)
+    model = Function(loss, up=nn.Linear(16, 32), norm=nn.LayerNorm(32), down=nn.Linear(32, 16))
+    x = torch.randn(4, 6, 16)
+    model(x).backward()
+    for mesh, template in [(2, "zero3"), ((2, 2), None)]:
+        compiled = st.compile_model(model, (x,), mesh=mesh, template=template, cluster=CLUSTER, solver=SOLVER)
+        result = compiled.run_in_process(x)
+        for name, param in model.named_parameters():
+            found = result.grads[name]
+            assert found is not None and param.grad is not None
+            assert found.dtype == param.grad.dtype == torch.float32
+            assert (found - param.grad).norm() <= tolerance * param.grad.norm(), name
+        sent = {
+            (value.dtype, value.shape)
+            for artifact in compiled.artifacts
+            for instr in artifact.forward.body
+            if instr.kind == "collective"
+            for value in instr.inputs()
+        }
+        if template == "zero3":
+            weights = {d for d, shape in sent if len(shape) == 2}
+            assert weights == {dtype}, sent
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_checkpointed_regions(dropout: float) -> None:
+    """Regions that the user recomputes in backward, with the same masks."""
+
+    def loss(m: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in m.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return x.square().mean()
+
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Dropout(dropout), nn.Linear(12, 6))
+
+    torch.manual_seed(0)
+    model = Function(loss, layers=nn.ModuleList([layer() for _ in range(2)])).double()
+    x = torch.randn(4, 6).double()
+    torch.manual_seed(1)
+    expected = model(x)
+    expected.backward()
+    for mesh, template in PLANS:
+        compiled = st.compile_model(model, (x,), mesh=mesh, template=template, cluster=CLUSTER, solver=SOLVER)
+        torch.manual_seed(1)
+        result = compiled.run_in_process(x)
+        assert result.loss is not None
+        _close("loss", result.loss, expected.detach(), 0.0)
+        for name, param in model.named_parameters():
+            found = result.grads[name]
+            assert found is not None and param.grad is not None
+            _close(name, found, param.grad, 0.0)
