@@ -1,4 +1,4 @@
-"""Models that users bring, at tiny sizes: Hugging Face ones from configs, others written here.
+"""Models that users bring, at tiny sizes, mostly of one layer: Hugging Face ones from configs, others written here.
 
 Each entry makes a training step with random weights. `tolerance`: relative error allowed in float64; Hugging Face
 computes norms, softmax or losses of some models in float32 whatever their dtype.
@@ -70,7 +70,7 @@ def _causal(family: str, tolerance: float = FLOAT32, **config: Any) -> Step:
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "max_position_embeddings": 16,
 }
@@ -82,17 +82,17 @@ def llama() -> Step:
 
 
 def gpt2() -> Step:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16}
     return _causal("GPT2", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes)
 
 
 def opt() -> Step:
-    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     return _causal("OPT", word_embed_proj_dim=32, max_position_embeddings=16, dropout=0.0, **sizes)
 
 
 def bloom() -> Step:
-    return _causal("Bloom", hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0)
+    return _causal("Bloom", hidden_size=32, n_layer=1, n_head=4, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def mistral() -> Step:
@@ -105,7 +105,14 @@ def qwen3() -> Step:
 
 def gemma2() -> Step:
     capping = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4}
-    return _causal("Gemma2", head_dim=8, query_pre_attn_scalar=8, attn_implementation="eager", **capping, **_GROUPED)
+    return _causal(
+        "Gemma2",
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        attn_implementation="eager",
+        **capping,
+        **(_GROUPED | {"num_hidden_layers": 2}),
+    )
 
 
 def gpt_neox() -> Step:
@@ -131,7 +138,7 @@ def t5() -> Step:
         d_model=32,
         d_kv=8,
         d_ff=48,
-        num_layers=2,
+        num_layers=1,
         num_heads=4,
         dropout_rate=0.0,
         decoder_start_token_id=0,
@@ -169,7 +176,7 @@ def whisper() -> Step:
     return Step(transformers.WhisperForConditionalGeneration(config), (), call, tolerance=FLOAT32)
 
 
-_WHISPER = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+_WHISPER = {"layers": 1, "attention_heads": 4, "ffn_dim": 48}
 
 
 class ConformerBlock(nn.Module):

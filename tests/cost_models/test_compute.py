@@ -112,8 +112,9 @@ def test_a_lookup_reads_only_the_rows_it_needs():
 def test_results_that_are_no_tensors_and_empty_blocks():
     shape = (0, 8)
     op = replace(call(aten.mm.default, [shape, (8, 8)], [shape]), results=(None, Operand(0, shape, torch.float32)))
-    assert flops(op, [shape, (8, 8)], [shape]) == 0
-    assert op_seconds(op, [shape, (8, 8)], [shape], CLUSTER) == pytest.approx(4 * 64 / 1e11 + 1e-6)
+    outs = [(), shape]
+    assert flops(op, [shape, (8, 8)], outs) == 0
+    assert op_seconds(op, [shape, (8, 8)], outs, CLUSTER) == pytest.approx(4 * 64 / 1e11 + 1e-6)
 
 
 sizes = st.lists(st.integers(1, 4096), min_size=3, max_size=3)
