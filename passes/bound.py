@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from stpart_compiler.passes.problem import Assignment, Problem, Use, evaluate, memory_bytes
+from stpart_compiler.passes.problem import Assignment, Problem, Use, evaluate, memory_around, memory_bytes
 
 Array = npt.NDArray[np.float64]
 Edge = tuple[int, int]
@@ -32,7 +32,10 @@ WINDOW = 24
 WINDOW_GAIN = 1e-3
 """The search stops where so many sweeps raise the bound by less than that share of it."""
 
-MULTIPLIER_STEPS = 8
+WARM_SWEEPS = 10
+"""Sweeps after a change of the memory multiplier, from where the last ones led."""
+
+MULTIPLIER_STEPS = 7
 """Values of the memory multiplier that are tried."""
 
 
@@ -59,47 +62,56 @@ class FindBound:
         best = _Best(problem, self.memory_limit)
         if hint is not None:
             best.offer(hint)
-        lower, state = self._run(model, problem, best, 0.0, self.sweeps)
+        state = model.state(self._room(problem))
+        lower = self._run(model, problem, best, state, self.sweeps)
         if self.memory_limit is not None and not best.fits(model.decoded):
-            lower, state = self._multiply(model, problem, best, lower, state)
+            lower = max(lower, self._multiply(model, problem, best, state))
         if best.choice is not None:
             best.offer(_polished(problem, best.choice, 0.0, self.memory_limit))
-        alive = _alive(state, model, lower, best.seconds)
-        return Bound(lower / 1e9, best.choice, alive)
+        return Bound(lower / 1e9, best.choice, _alive(state, model, best.seconds))
 
-    def _run(self, model: Model, problem: Problem, best: _Best, multiplier: float, sweeps: int) -> tuple[float, State]:
-        """Sweeps at one multiplier: bound in ns, and the reparametrised model."""
-        state = model.state(multiplier)
-        offset = multiplier * self._room(problem)
+    def _run(self, model: Model, problem: Problem, best: _Best, state: State, sweeps: int) -> float:
+        """Sweeps at the state's multiplier: bound in ns."""
         lowers = [-np.inf]
         for sweep in range(sweeps):
             model.decoded = state.sweep()
-            lowers.append(max(lowers[-1], state.bound() - offset))
+            lowers.append(max(lowers[-1], state.bound()))
             if sweep % OFFER_EVERY == 0:
                 best.offer(model.decoded)
             near = lowers[-1] >= (1 - self.gap) * best.seconds * 1e9
             if near or (sweep > WINDOW and lowers[-1] - lowers[-WINDOW] < WINDOW_GAIN * abs(lowers[-1])):
                 break
             model.split_anew(state, model.decoded, 1 / (2 + sweep / 4))
-        best.offer(_polished(problem, model.decoded, multiplier))
-        return lowers[-1], state
+        if sweeps > WARM_SWEEPS:
+            best.offer(_polished(problem, model.decoded, state.multiplier))
+        return lowers[-1]
 
     def _room(self, problem: Problem) -> int:
         return 0 if self.memory_limit is None else self.memory_limit - problem.constant_bytes
 
-    def _multiply(self, model: Model, problem: Problem, best: _Best, lower: float, state: State) -> tuple[float, State]:
-        """Bisect the multiplier (ns per byte) to where assignments begin to fit."""
+    def _multiply(self, model: Model, problem: Problem, best: _Best, state: State) -> float:
+        """Bisect the multiplier (ns per byte) to where assignments begin to fit; the best bound found on the way."""
         low, high = 0.0, model.scale()
-        for step in range(MULTIPLIER_STEPS):
-            multiplier = high if step == 0 else (low * high) ** 0.5 if low else high / 30
-            now, here = self._run(model, problem, best, multiplier, self.sweeps // 4)
-            if now > lower:
-                lower, state = now, here
+        if not best.fits(_decoded_at(model, self._room(problem), high)):
+            state.weigh(high)
+            return self._run(model, problem, best, state, self.sweeps // 4)
+        found: list[tuple[float, float]] = []
+        for _ in range(MULTIPLIER_STEPS):
+            state.weigh((low * high) ** 0.5 if low else high / 30)
+            found.append((self._run(model, problem, best, state, WARM_SWEEPS), state.multiplier))
             fits = best.fits(model.decoded)
-            if step == 0 and not fits:
-                break
-            low, high = (low, multiplier) if fits else (multiplier, high)
-        return lower, state
+            low, high = (low, state.multiplier) if fits else (state.multiplier, high)
+        state.weigh(max(found)[1])
+        return max(max(found)[0], self._run(model, problem, best, state, self.sweeps // 4))
+
+
+def _decoded_at(model: Model, room: int, multiplier: float) -> Assignment:
+    """What a few sweeps give at another multiplier; leaves the model as it is."""
+    state = model.state(room)
+    state.weigh(multiplier)
+    for _ in range(WARM_SWEEPS):
+        decoded = state.sweep()
+    return decoded
 
 
 @dataclass
@@ -138,13 +150,15 @@ def _improve(problem: Problem, choice: Assignment, root: int, multiplier: float,
     prices = np.array(problem.local(root).prices(choice), dtype=np.float64)
     if multiplier:
         prices += multiplier * np.array(problem.turn.get(root, 0.0), dtype=np.float64)
+    if prices[now] <= prices.min():
+        return False
+    needed = memory_around(problem, choice, root) if limit is not None else None
     for i in np.argsort(prices, kind="stable"):
-        choice[root] = int(i)
         if prices[i] >= prices[now]:
-            break
-        if limit is None or memory_bytes(problem, choice) <= limit:
+            return False
+        if needed is None or limit is None or needed(int(i)) <= limit:
+            choice[root] = int(i)
             return True
-    choice[root] = now
     return False
 
 
@@ -179,9 +193,10 @@ class Model:
         spans = [float(np.ptp(sizes)) for sizes in self.held.values() if np.ptp(sizes) > 0]
         return 10 * time / max(1.0, sum(spans)) if spans else 1.0
 
-    def state(self, multiplier: float) -> State:
-        unary = {root: costs + multiplier * self.held[root] for root, costs in self.unary.items()}
-        return State(unary, {edge: costs.copy() for edge, costs in self.pairwise.items()}, self.order)
+    def state(self, room: int) -> State:
+        unary = {root: costs.copy() for root, costs in self.unary.items()}
+        pairwise = {edge: costs.copy() for edge, costs in self.pairwise.items()}
+        return State(unary, pairwise, self.order, self.held, room)
 
     def split_anew(self, state: State, choice: Assignment, step: float) -> None:
         """Move the parts of shared re-layouts towards the uses that need them in `choice`, here and in `state`."""
@@ -316,12 +331,25 @@ def _store(joint: Joint, costs: Array, unary: dict[int, Array], pairwise: dict[E
 
 
 class State:
-    """A reparametrised model: the same cost of every assignment, a larger sum of local minima after every sweep."""
+    """A reparametrised model: the same cost of every assignment, a larger sum of local minima after every sweep.
 
-    def __init__(self, unary: dict[int, Array], pairwise: dict[Edge, Array], order: list[int]) -> None:
+    The costs hold `multiplier` (ns per byte) times what a choice holds of the `room` bytes.
+    """
+
+    def __init__(
+        self,
+        unary: dict[int, Array],
+        pairwise: dict[Edge, Array],
+        order: list[int],
+        held: dict[int, Array],
+        room: int,
+    ) -> None:
         self.unary = unary
         self.pairwise = pairwise
         self.order = order
+        self.held = held
+        self.room = room
+        self.multiplier = 0.0
         rank = {root: i for i, root in enumerate(order)}
         self.before: dict[int, list[Edge]] = {root: [] for root in order}
         self.after: dict[int, list[Edge]] = {root: [] for root in order}
@@ -329,6 +357,12 @@ class State:
             first, second = sorted(edge, key=rank.__getitem__)
             self.after[first].append(edge)
             self.before[second].append(edge)
+
+    def weigh(self, multiplier: float) -> None:
+        """Change the multiplier, keeping what the sweeps have learned."""
+        for root, held in self.held.items():
+            self.unary[root] = self.unary[root] + (multiplier - self.multiplier) * held
+        self.multiplier = multiplier
 
     def sweep(self) -> Assignment:
         """Forward and backward; returns the assignment decoded on the way back."""
@@ -374,12 +408,14 @@ class State:
         return costs[:, other] if edge[0] == root else costs[other, :]
 
     def bound(self) -> float:
-        return sum(float(c.min()) for c in self.unary.values()) + sum(float(c.min()) for c in self.pairwise.values())
+        """ns that no assignment within the room can beat."""
+        least = sum(float(c.min()) for c in self.unary.values()) + sum(float(c.min()) for c in self.pairwise.values())
+        return least - self.multiplier * self.room
 
 
-def _alive(state: State, model: Model, lower: float, best_seconds: float) -> dict[int, list[int]]:
+def _alive(state: State, model: Model, best_seconds: float) -> dict[int, list[int]]:
     """Choices whose own lower bound does not exceed the best known cost."""
-    slack = best_seconds * 1e9 - lower
+    slack = best_seconds * 1e9 - state.bound()
     alive = {}
     for root in model.order:
         extra = state.unary[root] - state.unary[root].min()

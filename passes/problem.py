@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -306,3 +307,20 @@ def memory_bytes(problem: Problem, choice: Assignment) -> int:
     held = max(sum(sizes[choice[root]] for root, sizes in table.items()) for table in (problem.turn, problem.end))
     largest = max((sizes[choice[root]] for root, sizes in problem.transient), default=0)
     return problem.constant_bytes + held + largest
+
+
+def memory_around(problem: Problem, choice: Assignment, root: int) -> Callable[[int], int]:
+    """`memory_bytes` as a function of the choice of one root, with all other roots as in `choice`."""
+    others = [
+        sum(sizes[choice[other]] for other, sizes in table.items() if other != root)
+        for table in (problem.turn, problem.end)
+    ]
+    own = [table.get(root) for table in (problem.turn, problem.end)]
+    blocks = [sizes for other, sizes in problem.transient if other == root]
+    largest = max((sizes[choice[other]] for other, sizes in problem.transient if other != root), default=0)
+
+    def total(i: int) -> int:
+        held = max(rest + (sizes[i] if sizes else 0) for rest, sizes in zip(others, own, strict=True))
+        return problem.constant_bytes + held + max([largest, *(sizes[i] for sizes in blocks)])
+
+    return total

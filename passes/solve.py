@@ -28,6 +28,9 @@ from stpart_compiler.passes.problem import Assignment, Problem, SolverOptions, U
 
 POLISH_S = 1.0
 
+LONG_SWEEPS, SHORT_SWEEPS = 200, 60
+"""Passes of the bound for a plan that is wanted, and for a yardstick."""
+
 MANY_CHOICES = 1500
 SETTLED_GAP = 0.005
 """With more choices than that still open, a plan so near to the bound is taken as it is."""
@@ -71,7 +74,7 @@ class Solve:
         InfeasibleError: no assignment fits in the memory limit.
         """
         start = time.perf_counter()
-        bound = FindBound(self.memory_limit).apply(problem, hint)
+        bound = FindBound(self.memory_limit, LONG_SWEEPS if self.polish_s else SHORT_SWEEPS).apply(problem, hint)
         first = time.perf_counter() - start
         if progress is not None and bound.choice is not None:
             best = evaluate(problem, bound.choice)
