@@ -13,12 +13,14 @@ from stpart_compiler.passes.verify import VerificationError
 from stpart_compiler.runtime.checkpoint import load_checkpoint, save_checkpoint
 from stpart_compiler.runtime.clip import clip_grad_norm_
 from stpart_compiler.runtime.engine import CommTimeoutError
+from stpart_compiler.runtime.grad_scaler import GradScaler
 from stpart_compiler.runtime.runner import StepResult
 
 __all__ = [
     "Cluster",
     "CommTimeoutError",
     "CompiledModel",
+    "GradScaler",
     "GraphBreakError",
     "InfeasibleError",
     "Mesh",

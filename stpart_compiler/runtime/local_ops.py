@@ -77,16 +77,12 @@ def embedding_block(weight: torch.Tensor, indices: torch.Tensor, span: Span) -> 
 
     weight [block, hidden], indices [...] -> [..., hidden].
     """
-    if weight.shape[0] == 0:
-        return weight.new_zeros((*indices.shape, weight.shape[1]))
     index, inside = positions_in_block(indices, span)
     return torch.where(inside[..., None], torch.nn.functional.embedding(index, weight), 0)
 
 
 def embedding_backward_block(grad: torch.Tensor, indices: torch.Tensor, span: Span, padding_idx: int) -> torch.Tensor:
     """Gradient of a block of the embedding table. grad [..., hidden], indices [...] -> [block, hidden]."""
-    if span_length(span) == 0:
-        return grad.new_zeros((0, grad.shape[-1]))
     index, inside = positions_in_block(indices, span)
     inside = inside & (indices != padding_idx)
     kept = torch.where(inside[..., None], grad, 0)
@@ -96,8 +92,6 @@ def embedding_backward_block(grad: torch.Tensor, indices: torch.Tensor, span: Sp
 
 def gather_block(x: torch.Tensor, dim: int, indices: torch.Tensor, span: Span) -> torch.Tensor:
     """`gather` from a block of x along `dim`; zeros for indices outside the block. Shares add up."""
-    if x.shape[dim] == 0:
-        return x.new_zeros(indices.shape)
     index, inside = positions_in_block(indices, span)
     return torch.where(inside, torch.gather(x, dim, index), 0)
 
@@ -128,13 +122,10 @@ def attention_block(
     queries: Span | None,
     keys: Span | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a block that may be empty; with spans of queries and keys also causal.
+    """Attention of a block; with spans of queries and keys causal.
 
     q [b, heads, queries, d], k and v [b, kv heads, keys, d] -> out like q, logsumexp [b, heads, queries].
     """
-    if 0 in q.shape[:3]:
-        precision = torch.promote_types(q.dtype, torch.float32)
-        return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=precision)
     if queries is not None and keys is not None:
         mask = causal_mask(queries, keys, q)
     forward = aten._scaled_dot_product_flash_attention_for_cpu
@@ -155,8 +146,6 @@ def attention_backward_block(
     keys: Span | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Shares of a block in dq, dk and dv, given the whole rows' output and logsumexp. Shares add up."""
-    if q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if queries is not None and keys is not None:
         mask = causal_mask(queries, keys, q)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
