@@ -26,7 +26,7 @@ from stpart_compiler.passes.propagate import Annotated, Propagate
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.templates import template as named_template
-from stpart_compiler.pauses import without_gc
+from stpart_compiler.pauses import same_random, without_gc
 from stpart_compiler.runtime.agree import agree_on_plan, check_world
 
 MEMORY_ROUNDS = 5
@@ -118,7 +118,7 @@ def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:
     """Normalize and propagate: decomposed graph with a refined rule per op."""
     dumper = dumper or Dumper(None)
     dumper.graph("capture", captured.gm)
-    with without_gc():
+    with without_gc(), same_random():
         captured = dataclasses.replace(captured, gm=Decompose().apply(captured.gm))
         graph = Propagate().apply(captured)
     dumper.graph("decompose", captured.gm)

@@ -1,10 +1,12 @@
-"""No pauses for garbage collection while large graphs are built: nearly all that is made lives to the end."""
+"""What building large graphs must not do: pause for garbage, of which there is little, and advance the generators."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 from collections.abc import Iterator
+
+import torch
 
 
 @contextlib.contextmanager
@@ -17,3 +19,8 @@ def without_gc() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def same_random() -> contextlib.AbstractContextManager[None]:
+    """The default generators are afterwards as before: random ops advance them even on fake tensors."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])

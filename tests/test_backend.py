@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stpart_compiler import backend
+
 SCRIPT = Path(__file__).with_name("backend_ranks.py")
 LIMIT_S = 400.0
 
@@ -64,6 +66,34 @@ def test_several_ranks(world: int, tmp_path: Path) -> None:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(texts)
     assert [text.count(" ok\n") for text in texts] == [len(RANKS.ON_RANKS[world])] * world
+
+
+def test_compiled_once_and_drawn_as_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled at a second call of the same shape, here or elsewhere; dropout masks are those of eager."""
+    calls = []
+    compile_ = backend._Compiled._compile
+
+    def counted(self: Any, args: Any) -> Any:
+        calls.append(args)
+        return compile_(self, args)
+
+    monkeypatch.setattr(backend._Compiled, "_compile", counted)
+    torch._dynamo.reset()
+    graphs = []
+    other = torch.compile(torch.sin, backend=lambda gm, _: graphs.append(gm) or gm.forward)
+    other(torch.ones(3))
+    model = nn.Sequential(nn.Dropout(0.3), nn.Linear(16, 4), nn.Dropout(0.5))
+    compiled = torch.compile(model, backend="stpart", options={"mesh": 1})
+    x = torch.randn(8, 16)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        found, after = compiled(x), torch.rand(1)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(found, model(x))
+        assert torch.equal(after, torch.rand(1))
+    other(torch.ones(3))
+    assert len(calls) == 1
+    assert len(graphs) == 1
 
 
 def test_found_without_import() -> None:

@@ -22,7 +22,7 @@ from stpart_compiler.capture.flatten import flatten_joint
 from stpart_compiler.capture.hf import eager_masks, has_labels, hf_overrides, is_hf_model
 from stpart_compiler.capture.names import Call, State
 from stpart_compiler.capture.types import Captured
-from stpart_compiler.pauses import without_gc
+from stpart_compiler.pauses import same_random, without_gc
 
 _BUILD_GUARDS = "_suggest_or_raise_constraint_violation"
 LossFn = Callable[[Any], torch.Tensor]
@@ -99,6 +99,9 @@ def capture(
 def _quiet() -> Iterator[None]:
     """No pauses for garbage collection, no torch warnings.
 
+    Dynamo would forget all that torch.compile has compiled in this process, and dropouts traced on fake tensors advance
+    the generator: neither is to be noticed outside.
+
     Dynamo's guards are not built either: shapes are static, and nobody will ask whether the graph still fits. Nor is
     Python generated for the graphs on the way, which are interpreted. That is a quarter of the time.
     """
@@ -107,6 +110,8 @@ def _quiet() -> Iterator[None]:
         warnings.catch_warnings(),
         mock.patch.object(functional_export, _BUILD_GUARDS, _nothing),
         mock.patch.object(fx.GraphModule, "recompile", _nothing),
+        mock.patch.object(torch._dynamo, "reset", _nothing),
+        same_random(),
     ):
         warnings.filterwarnings("ignore", module=r"torch\.")
         yield
