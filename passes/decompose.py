@@ -157,11 +157,22 @@ def _dropout(at: Inserter) -> None:
     x, p, train = at.args
     if train is False or p == 0:
         return
-    whole = at.add(aten.empty.memory_format, list(_tensor(x).shape), dtype=torch.bool, device=_tensor(x).device)
+    # numbers are drawn in the order of memory, which that of x prescribes
+    order = _memory_order(_tensor(x))
+    shape = [_tensor(x).shape[dim] for dim in order]
+    whole = at.add(aten.empty.memory_format, shape, dtype=torch.bool, device=_tensor(x).device)
     drawn = at.add(aten.bernoulli.p, whole, 1.0 - p)
     mask = at.add(aten.clone.default, drawn)  # backward keeps this one, cut like x
+    if order != sorted(order):
+        mask = at.add(aten.permute.default, mask, [order.index(dim) for dim in range(len(order))])
     kept = at.add(aten.mul.Tensor, x, mask)
     _give(at, (at.add(aten.mul.Tensor, kept, 1.0 / (1.0 - p) if p < 1 else 0.0), mask))
+
+
+def _memory_order(x: torch.Tensor) -> list[int]:
+    """Dims from major to minor in the memory of a tensor made like x."""
+    strides = torch.empty_like(x).stride()
+    return sorted(range(x.ndim), key=lambda dim: -strides[dim])
 
 
 def _convolution(at: Inserter) -> None:

@@ -86,6 +86,11 @@ def compile_model(
         GraphBreakError: the model cannot be captured as one graph.
         InfeasibleError: no plan fits in the memory limit.
     """
+    if not isinstance(example_args, (tuple, list)):
+        raise TypeError(
+            f"example_args: expected a tuple of the model's arguments, got {type(example_args).__name__};"
+            " one argument is (x,)"
+        )
     say = progress or (lambda text: None)
     options = solver or SolverOptions()
     asked = parse_mesh(mesh)

@@ -70,6 +70,17 @@ def world_of_one(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("mesh", [(2.7, 2), {"r": 2.9}, ("2", "2"), (2, None)])
+def test_mesh_of_other_sizes(mesh: Any) -> None:
+    with says(TypeError, "mesh: expected sizes that are ints, got"):
+        compiled_net(mesh)
+
+
+def test_one_tensor_is_no_tuple_of_arguments() -> None:
+    with says(TypeError, "example_args: expected a tuple of the model's arguments, got Tensor", "one argument is (x,)"):
+        st.compile_model(nn.Linear(4, 4), torch.randn(1, 4), mesh=1)  # type: ignore[arg-type]
+
+
 @pytest.mark.usefixtures("world_of_one")
 def test_mesh_larger_than_the_world() -> None:
     with says(ValueError, "mesh: r=2 x c=2 has 4 ranks, larger than the process group's 1", "one rank per process"):

@@ -432,3 +432,24 @@ def test_tensors_outside_the_model_that_require_grad_are_refused() -> None:
 def test_not_a_module() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got function"):
         capture(lambda x: x, (torch.ones(2),))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_state_that_is_no_buffer_is_told(inside: bool) -> None:
+    """The compiled step could not keep it, which must not go unnoticed."""
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.last = torch.zeros(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x) + self.last
+            self.last = y.detach().mean(0)
+            return y.sum()
+
+    model = nn.Sequential(nn.Linear(4, 4), Remembers()) if inside else Remembers()
+    name = "1" if inside else r"\(the model\)"
+    with pytest.warns(UserWarning, match=f"module {name} assigns to an attribute of its own in forward"):
+        capture(model, (torch.randn(2, 4),))

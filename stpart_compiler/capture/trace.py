@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -123,13 +124,29 @@ def _nothing(*args: object) -> None:
 
 def _dynamo_graph(step: Step, inputs: list[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     """The forward graph in torch calls, with parameters and buffers as attributes under the step's own names."""
-    try:
-        graph = functional_export._dynamo_graph_capture_for_export(step)(*inputs)
-    except Exception as error:
-        retry_or_explain(error, step, inputs, mode)
-        graph = functional_export._dynamo_graph_capture_for_export(step)(*inputs)
+    with torch._dynamo.config.patch(side_effect_replay_policy="warn"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            graph = functional_export._dynamo_graph_capture_for_export(step)(*inputs)
+        except Exception as error:
+            retry_or_explain(error, step, inputs, mode)
+            graph = functional_export._dynamo_graph_capture_for_export(step)(*inputs)
+    for warning in caught:
+        _tell_changed(str(warning.message))
     _restore_state_dict(step, graph)
     return graph
+
+
+def _tell_changed(message: str) -> None:
+    """Warn of modules that assign to their own attributes in forward; dynamo lists what Python does on the way."""
+    for source in re.findall(r"\"L\['self'\]([^\"]*)\"", message):
+        names = re.findall(r"\._modules\['([^']+)'\]", source)
+        if source.endswith("]") and names[:2] == ["_export_root", "model"]:
+            warnings.warn(
+                f"capture: module {'.'.join(names[2:]) or '(the model)'} assigns to an attribute of its own in forward;"
+                " the compiled step does not, and reads the value of compile time: make it a buffer (register_buffer)",
+                stacklevel=2,
+            )
 
 
 def _unalias_outputs(graph: fx.GraphModule) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,13 +103,20 @@ def parse_mesh(spec: Any) -> Mesh:
     if isinstance(spec, int):
         return Mesh(("d",), (spec,))
     if isinstance(spec, Mapping):
-        return Mesh(tuple(str(name) for name in spec), tuple(int(size) for size in spec.values()))
+        return Mesh(tuple(str(name) for name in spec), tuple(map(_size, spec.values())))
     if isinstance(spec, Sequence) and not isinstance(spec, str):
         names = _DEFAULT_NAMES.get(len(spec), tuple(f"a{i}" for i in range(len(spec))))
-        return Mesh(names, tuple(int(size) for size in spec))
+        return Mesh(names, tuple(map(_size, spec)))
     if hasattr(spec, "mesh_dim_names") and hasattr(spec, "mesh"):
         return _from_device_mesh(spec)
     raise TypeError(f"mesh: expected an int, a tuple of ints, a dict, or a DeviceMesh, got {type(spec).__name__}")
+
+
+def _size(size: Any) -> int:
+    try:
+        return operator.index(size)
+    except TypeError:
+        raise TypeError(f"mesh: expected sizes that are ints, got {size!r}") from None
 
 
 def _from_device_mesh(device_mesh: Any) -> Mesh:

@@ -55,6 +55,33 @@ def test_equal_to_one_device(mesh: Any, template: str | None) -> None:
     assert torch.equal(torch.rand(3), after)  # the generator went on as on one device
 
 
+@pytest.mark.parametrize("mesh", [1, 2, (2, 2)], ids=str)
+def test_masks_in_the_order_of_memory(mesh: Any) -> None:
+    """Dropout of tensors that are transposed or channels last: eager draws in the order of memory."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.conv = nn.Linear(6, 6), nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+            y = F.dropout(self.layer(x).transpose(0, 1), 0.3)
+            return y.square().sum() + F.dropout(self.conv(image), 0.4).square().sum()
+
+    torch.manual_seed(0)
+    model, x = Model().double(), torch.randn(4, 5, 6).double()
+    image = torch.randn(4, 3, 4, 5).double().to(memory_format=torch.channels_last)
+    compiled = st.compile_model(model, (x, image), mesh=mesh, cluster=CLUSTER, solver=SOLVER)
+    torch.manual_seed(5)
+    loss = model(x, image)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    torch.manual_seed(5)
+    found = compiled.run_in_process(x, image)
+    torch.testing.assert_close(found.loss, loss.detach(), rtol=1e-9, atol=0)
+    for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+        torch.testing.assert_close(found.grads[name], grad, rtol=1e-9, atol=1e-12)
+
+
 def test_only_the_drawing_is_repeated() -> None:
     """The tensors that a mask is applied to stay cut."""
     torch.manual_seed(0)
