@@ -6,6 +6,7 @@ the whole batch is a pending sum on every rank. What stays one op (softmax, laye
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -57,9 +58,7 @@ def var_mean(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Variance and mean by two sums, so that the reduced dims may be cut."""
     dims = list(range(x.ndim)) if not dim else [d % x.ndim for d in dim]
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
+    count = math.prod(x.shape[d] for d in dims)
     mean = aten.mean.dim(x, dims, True)
     spread = aten.sum.dim_IntList(aten.square.default(x - mean), dims, True)
     variance = spread / max(0, count - (1 if correction is None else correction))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,6 +18,7 @@ import torch
 from torch import fx
 
 from stpart_compiler.capture import Captured
+from stpart_compiler.ir.plan import layers_folded
 from stpart_compiler.ir.rule import WHOLE, DimMap, Factor, OpRule, refined
 from stpart_compiler.passes.rules import OpCall, discovered_rule, rule_of
 from stpart_compiler.passes.rules.calls import op_call
@@ -45,7 +45,6 @@ class OpNode:
     batch: frozenset[int] = frozenset()  # factors that come from dim 0 of the user's inputs
     data: frozenset[int] = frozenset()  # factors that come from any dim of the user's inputs
     klass: int = -1
-    signature: str = ""  # equal for calls with the same op, shapes, dtypes and other arguments
 
 
 @dataclass
@@ -155,16 +154,15 @@ def _add_results(values: dict[ValueKey, ValueInfo], alias: dict[str, ValueKey], 
 
 def _op_node(node: fx.Node, alias: dict[str, ValueKey], rules: dict[str, tuple[OpRule, bool, bool]]) -> OpNode:
     call = op_call(node)
-    signature = call_signature(call)
-    if signature not in rules:
+    if call.text not in rules:
         own = rule_of(call)
         found = own or discovered_rule(call)
-        rules[signature] = (found or whole_rule(call), found is not None, found is not own)
-    rule, has_rule, discovered = rules[signature]
+        rules[call.text] = (found or whole_rule(call), found is not None, found is not own)
+    rule, has_rule, discovered = rules[call.text]
     operands = tuple(alias[arg.name] for arg in _tensor_args(node))
     path = node.meta.get("module_path", "")
     backward = node.meta["is_backward"]
-    return OpNode(node.name, call, rule, operands, path, backward, has_rule, discovered, signature=signature)
+    return OpNode(node.name, call, rule, operands, path, backward, has_rule, discovered)
 
 
 def _tensor_args(node: fx.Node) -> Iterator[fx.Node]:
@@ -180,11 +178,6 @@ def _tensor_args(node: fx.Node) -> Iterator[fx.Node]:
 
     yield from walk(node.args)
     yield from walk(tuple(node.kwargs.values()))
-
-
-def call_signature(call: OpCall) -> str:
-    """Text that is equal for calls with the same op, shapes, dtypes and other arguments."""
-    return f"{call.target}{call.args}{call.kwargs}{call.results}"
 
 
 def whole_rule(call: OpCall) -> OpRule:
@@ -367,19 +360,16 @@ def _write_flags(rule: OpRule, factors: DimMap, flags: list[bool]) -> tuple[bool
     return tuple(flags[f] for f in factors if rule.factors[f].size > 1) or (False,)
 
 
-_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-
-
 def _classes(ops: list[OpNode]) -> list[list[OpNode]]:
     seen: dict[tuple[object, ...], int] = {}
     ordinal: dict[tuple[object, ...], int] = {}
     classes: list[list[OpNode]] = []
     texts: _Memo[frozenset[int], str] = _Memo(lambda rule, movable: f"{rule}{sorted(movable)}")
     for op in ops:
-        text = op.signature + texts(op.rule, op.movable)
+        text = op.call.text + texts(op.rule, op.movable)
         here = (op.module_path, op.is_backward, text)
         ordinal[here] = ordinal.get(here, -1) + 1
-        key = (_LAYER_NUMBER.sub("*", op.module_path), op.is_backward, text, ordinal[here])
+        key = (layers_folded(op.module_path), op.is_backward, text, ordinal[here])
         if key not in seen:
             seen[key] = len(classes)
             classes.append([])

@@ -80,8 +80,7 @@ class Solve:
             best = evaluate(problem, bound.choice)
             progress(f"bound {first:.1f} s: plan found, within {100 * (1 - bound.lower / best):.1f} % of the bound")
         near = _proven(problem, bound, self.options.gap)
-        open_choices = sum(map(len, bound.alive.values()))
-        if bound.choice is not None and near and (not self.polish_s or self._settled(problem, bound, open_choices)):
+        if bound.choice is not None and near and (not self.polish_s or _settled(problem, bound)):
             return Solution(bound.choice, evaluate(problem, bound.choice), bound.lower, "BOUNDED", first, first)
         model = _Model(problem, bound)
         if self.memory_limit is not None:
@@ -106,10 +105,6 @@ class Solve:
         seconds = evaluate(problem, choice)
         first = first if bound.choice is not None else watch.first or wall
         return Solution(choice, seconds, min(seconds, lower), solver.status_name(status), wall, first)
-
-    def _settled(self, problem: Problem, bound: Bound, open_choices: int) -> bool:
-        """Whether CP-SAT could gain less than its model costs to build."""
-        return open_choices > MANY_CHOICES and _proven(problem, bound, SETTLED_GAP)
 
     def _solver(self, limit: float) -> cp_model.CpSolver:
         solver = cp_model.CpSolver()
@@ -155,6 +150,12 @@ class Solve:
 
 def _proven(problem: Problem, bound: Bound, gap: float) -> bool:
     return bound.choice is not None and bound.lower >= (1 - gap) * evaluate(problem, bound.choice)
+
+
+def _settled(problem: Problem, bound: Bound) -> bool:
+    """Whether CP-SAT could gain less than its model costs to build."""
+    open_choices = sum(map(len, bound.alive.values()))
+    return open_choices > MANY_CHOICES and _proven(problem, bound, SETTLED_GAP)
 
 
 class _Watch(cp_model.CpSolverSolutionCallback):

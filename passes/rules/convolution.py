@@ -23,7 +23,7 @@ BACKWARD_GROUPS = 9  # and of convolution_backward
 class _Maps:
     """Maps of input (n, (g i), places), weight ((g o), i, kernel) and output (n, (g o), places).
 
-    A transposed convolution's weight is ((g i), o, kernel). `group`: the factor of the groups, `()` for one group.
+    A transposed convolution's weight is ((g i), o, kernel).
     """
 
     factors: Factors
@@ -54,8 +54,12 @@ def _maps(call: OpCall, image: int, weight: int, out: tuple[int, ...], kinds: di
 
 def _geometry(call: OpCall) -> tuple[bool, int]:
     """Whether transposed, and the number of groups."""
-    at = GROUPS if call.target is aten.convolution.default else BACKWARD_GROUPS
+    at = _groups_at(call)
     return bool(call.args[at - 2]), int(call.args[at])
+
+
+def _groups_at(call: OpCall) -> int:
+    return GROUPS if call.target is aten.convolution.default else BACKWARD_GROUPS
 
 
 @rule(aten.convolution.default)
@@ -83,7 +87,7 @@ def convolution_backward(call: OpCall) -> OpRule | None:
 @localized(aten.convolution.default, aten.convolution_backward.default)
 def convolution_block(call: OpCall, block: Block) -> LocalCall:
     """The groups of the block."""
-    at = GROUPS if call.target is aten.convolution.default else BACKWARD_GROUPS
+    at = _groups_at(call)
     channels: DimMap = block.rule.inputs[0][1]
     groups = call.args[at]
     if groups > 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class OpCall:
     operands: tuple[Operand, ...]
     results: tuple[Operand | None, ...]  # by position in the op's result tuple; None where it is no tensor
 
-    @property
+    @cached_property
     def text(self) -> str:
         """Equal for calls with the same op, shapes, dtypes and other arguments."""
         return f"{self.target}{self.args}{self.kwargs}{self.results}"

@@ -90,6 +90,11 @@ def effect_error(graph: fx.GraphModule) -> GraphBreakError:
 
 
 def _place(node: fx.Node) -> str:
+    return user_line(node) or "the model"
+
+
+def user_line(node: fx.Node) -> str:
+    """Innermost file:line of the user's model that a node comes from, "" where unknown."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [(file, line) for file, line in lines if not file.startswith((_TORCH, _OWN))]
-    return ":".join(own[-1]) if own else "the model"
+    return ":".join(own[-1]) if own else ""

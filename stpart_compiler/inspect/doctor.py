@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from stpart_compiler.capture.breaks import user_line
 from stpart_compiler.cost_models.compute import is_view
+from stpart_compiler.ir.plan import layers_folded
 from stpart_compiler.passes.propagate import Annotated, OpNode
 from stpart_compiler.passes.rules.registry import draws
 
@@ -18,9 +19,6 @@ SMALL = 1024
 RANDOM = "draws random numbers: every rank draws the same, for all of it"
 NO_RULE = "has no rule, and none was found by running it in blocks: every rank computes all of it"
 NO_DIM = "has no dim that may be cut: every rank computes all of it"
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,6 @@ class Diagnosis:
     discovered: frozenset[str]
     findings: tuple[Finding, ...]
 
-    @property
-    def replicated(self) -> frozenset[str]:
-        return frozenset(finding.op for finding in self.findings)
-
     def __str__(self) -> str:
         head = f"{len(self.own)} kinds of ops have rules, {len(self.discovered)} rules were found by running the op"
         if self.discovered:
@@ -72,14 +66,14 @@ def diagnose(graph: Annotated) -> Diagnosis:
 
 
 def _findings(graph: Annotated) -> Iterator[Finding]:
-    stacks = {node.name: node.meta.get("stack_trace") or "" for node in graph.captured.gm.graph.nodes}
+    nodes = {node.name: node for node in graph.captured.gm.graph.nodes}
     for members in graph.classes:
         op = members[0]
         reason = _reason(op)
         if reason is not None:
-            path = _LAYER_NUMBER.sub("*", op.module_path) if len(members) > 1 else op.module_path
+            path = layers_folded(op.module_path) if len(members) > 1 else op.module_path
             shapes = tuple(operand.shape for operand in op.call.operands)
-            yield Finding(_name(op), path, _where(stacks[op.name]), shapes, reason, len(members))
+            yield Finding(_name(op), path, user_line(nodes[op.name]), shapes, reason, len(members))
 
 
 def _reason(op: OpNode) -> str | None:
@@ -93,9 +87,3 @@ def _reason(op: OpNode) -> str | None:
 
 def _name(op: OpNode) -> str:
     return str(op.call.target).removeprefix("aten.").removesuffix(".default")
-
-
-def _where(stack: str) -> str:
-    """Innermost line of the user's Python."""
-    frames = _FRAME.findall(stack)
-    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""

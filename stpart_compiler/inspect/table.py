@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
-import re
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from stpart_compiler.cost_models.sizes import format_bytes
-from stpart_compiler.ir.plan import Plan, PlanRow
+from stpart_compiler.ir.plan import Plan, PlanRow, layers_folded
 
-_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _COLUMNS = ("module", "op", "phase", "count", "strategy", "operands -> results", "moved", "time", "re-layout")
 _RIGHT = ("count", "moved", "time", "re-layout")
 
@@ -46,7 +44,7 @@ def _price(row: PlanRow) -> float:
 def _by_module(rows: list[PlanRow]) -> dict[str, list[PlanRow]]:
     groups: dict[str, list[PlanRow]] = {}
     for row in rows:
-        path = _LAYER_NUMBER.sub("*", row.module_path) if row.count > 1 else row.module_path
+        path = layers_folded(row.module_path) if row.count > 1 else row.module_path
         groups.setdefault(path or "(no module)", []).append(row)
     return groups
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,13 @@ from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.spacetime import Strategy
 
 FORMAT = 1
+
+_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def layers_folded(module_path: str) -> str:
+    """`layers.*.mlp` for `layers.3.mlp`: the same for all layers that repeat."""
+    return _LAYER_NUMBER.sub("*", module_path)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stpart_compiler.ir.artifact import TensorSlot
 from stpart_compiler.ir.layout import coordinate, holders
+from stpart_compiler.runtime.engine import Engine
 from stpart_compiler.runtime.rank_module import RankModule, owner_of
 
 # Collectives are told apart by (channel, tag), and programs use channels from 0 on.
@@ -90,18 +91,32 @@ def _global_norm(module: RankModule, pairs: list[tuple[TensorSlot, Tensor]], ord
 
 
 def _over_ranks(module: RankModule, local: Tensor, order: float) -> Tensor:
+    if math.isinf(order):
+        return largest_over_ranks(module, local, "clip_grad_norm_")
     ranks = range(module.interface.mesh.world_size)
     if len(ranks) == 1:
-        return local if math.isinf(order) else local ** (1.0 / order)
-    if module.engine is None:
-        raise RuntimeError("clip_grad_norm_: the rank module has no engine; call attach(engine) on every rank first")
-    if math.isinf(order):
-        values = module.engine.all_gather(local, ranks, 0, _CHANNEL)
-        module.engine.wait((0,), _CHANNEL)
-        return values.amax()
-    total = module.engine.all_reduce(local, ranks, 0, _CHANNEL)
-    module.engine.wait((0,), _CHANNEL)
+        return local ** (1.0 / order)
+    engine = _engine_of(module, "clip_grad_norm_")
+    total = engine.all_reduce(local, ranks, 0, _CHANNEL)
+    engine.wait((0,), _CHANNEL)
     return total ** (1.0 / order)
+
+
+def largest_over_ranks(module: RankModule, local: Tensor, caller: str) -> Tensor:
+    """The largest value of any rank, the same on all of them; `caller` is named where there is no engine."""
+    ranks = range(module.interface.mesh.world_size)
+    if len(ranks) == 1:
+        return local
+    engine = _engine_of(module, caller)
+    values = engine.all_gather(local, ranks, 0, _CHANNEL)
+    engine.wait((0,), _CHANNEL)
+    return values.amax()
+
+
+def _engine_of(module: RankModule, caller: str) -> Engine:
+    if module.engine is None:
+        raise RuntimeError(f"{caller}: the rank module has no engine; call attach(engine) on every rank first")
+    return module.engine
 
 
 def _replicas(module: RankModule, slot: TensorSlot) -> int:

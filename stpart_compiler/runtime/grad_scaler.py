@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stpart_compiler.runtime.clip import largest_over_ranks
 from stpart_compiler.runtime.rank_module import RankModule, owner_of
-
-# Collectives are told apart by (channel, tag), and programs use channels from 0 on.
-_CHANNEL = -1
-_TAG = 1
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -29,7 +26,7 @@ class GradScaler(torch.amp.GradScaler):
         per_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         module = _module_of(optimizer)
         mine = torch.stack([found.cpu() for found in per_device.values()] or [torch.zeros(1)]).amax()
-        everywhere = _largest(module, mine.to(inv_scale.device).reshape(1))
+        everywhere = largest_over_ranks(module, mine.to(inv_scale.device), "GradScaler").reshape(1)
         return {device: everywhere.to(device) for device in per_device or {inv_scale.device: mine}}
 
 
@@ -42,15 +39,3 @@ def _module_of(optimizer: torch.optim.Optimizer) -> RankModule:
     raise ValueError(
         "GradScaler: the optimizer's parameters belong to no rank module; pass those of rank_module() or local_module()"
     )
-
-
-def _largest(module: RankModule, value: Tensor) -> Tensor:
-    """The largest value of any rank."""
-    ranks = range(module.interface.mesh.world_size)
-    if len(ranks) == 1:
-        return value
-    if module.engine is None:
-        raise RuntimeError("GradScaler: the rank module has no engine; call attach(engine) on every rank first")
-    values = module.engine.all_gather(value, ranks, _TAG, _CHANNEL)
-    module.engine.wait((_TAG,), _CHANNEL)
-    return values.amax().reshape(1)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 
@@ -193,10 +194,5 @@ def _rows_of(experts: Span, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def contiguous_call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call an op whose kernel takes its operands for contiguous: blocks that are cut out of larger tensors are not."""
-    return op(*(_contiguous(arg) for arg in args), **{name: _contiguous(arg) for name, arg in kwargs.items()})
-
-
-def _contiguous(item: Any) -> Any:
-    if isinstance(item, torch.Tensor):
-        return item.contiguous()
-    return type(item)(map(_contiguous, item)) if isinstance(item, (list, tuple)) else item
+    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
+    return op(*args, **kwargs)
