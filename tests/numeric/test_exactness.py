@@ -9,20 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from slow_ranks import CLUSTER, SOLVER
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import stpart_compiler as st
-from stpart_compiler.cost_models.cluster import Device, Link
 
-CLUSTER = st.Cluster(
-    "slow ranks",
-    Device("slow", "cpu", (("float64", 1e8), ("float32", 1e8)), 2**34, 1e10),
-    ((None, Link(1e-9, 1e11)),),
-)
-SOLVER = st.SolverOptions(time_limit_s=5, patience_s=0.5)
 PLANS: list[tuple[Any, str | None]] = [(2, None), (3, None), ((2, 2), None), (4, "data"), (3, "megatron_sp")]
 
 Made = tuple[nn.Module, tuple[Any, ...]]

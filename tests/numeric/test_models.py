@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_ranks import CLUSTER
 from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -22,19 +23,12 @@ from transformers.models.llama import modeling_llama
 import stpart_compiler as st
 from stpart_compiler.capture import capture
 from stpart_compiler.compile import annotate
-from stpart_compiler.cost_models.cluster import Device, Link
 from stpart_compiler.passes.strategies import is_contraction
 
 MESHES = [2, 3, 4, 8, (2, 2), (2, 4)]
 SQUARE = [4, (2, 2)]  # an axis of 4 can be taken as 2 x 2
 SPATIAL = ("data", "zero3", "megatron", "megatron_sp")
 
-# Slow ranks on a fast network: cutting pays at these sizes too.
-CLUSTER = st.Cluster(
-    "slow ranks",
-    Device("slow", "cpu", (("float64", 1e8), ("float32", 1e8)), 2**34, 1e10),
-    ((None, Link(1e-9, 1e11)),),
-)
 SOLVER = st.SolverOptions(time_limit_s=20, patience_s=0.5)
 
 

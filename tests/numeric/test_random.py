@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from slow_ranks import CLUSTER, SOLVER
 from torch import nn
 from torch.nn import functional as F
 
 import stpart_compiler as st
-from stpart_compiler.cost_models.cluster import Device, Link
-
-CLUSTER = st.Cluster("slow ranks", Device("slow", "cpu", (("float64", 1e8),), 2**34, 1e10), ((None, Link(1e-9, 1e11)),))
-SOLVER = st.SolverOptions(time_limit_s=5, patience_s=0.5)
 
 
 class Noisy(nn.Module):

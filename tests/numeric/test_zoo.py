@@ -9,23 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from slow_ranks import CLUSTER, SOLVER
 from zoo import KERNEL_FLOAT32, ZOO, Step, make
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
 from stpart_compiler.compile import annotate
-from stpart_compiler.cost_models.cluster import Device, Link
 
 MESHES = (2, 3, 4, 8, (2, 2))
 TEMPLATES = {"data": 3, "zero3": 2, "megatron": 4, "megatron_sp": (2, 2), "ring": 3, "primepar": 4}
-
-# Slow ranks on a fast network: cutting pays at these sizes too.
-CLUSTER = st.Cluster(
-    "slow ranks",
-    Device("slow", "cpu", (("float64", 1e8), ("float32", 1e8)), 2**34, 1e10),
-    ((None, Link(1e-9, 1e11)),),
-)
-SOLVER = st.SolverOptions(time_limit_s=5, patience_s=0.5)
 
 
 class Case:
