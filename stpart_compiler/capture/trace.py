@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo import functional_export
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._higher_order_ops.effects import has_effects
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export._trace import _restore_state_dict
 from torch.utils import _pytree as pytree
@@ -162,7 +163,7 @@ def _unalias_outputs(graph: fx.GraphModule) -> None:
 
 
 def _joint_graph(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> tuple[fx.GraphModule, pytree.TreeSpec]:
-    """The joint graph, in which no op writes into a tensor.
+    """The joint graph, in which no op writes into a tensor or has another effect.
 
     Most models write nowhere: tracing them through functional tensors would take a third longer for the same graph.
     """
@@ -171,7 +172,7 @@ def _joint_graph(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> tuple[fx.
     except Exception:
         # What stops this trace stops the other one too, with the message that the user gets; or writes were the cause.
         return _export_joint(graph, inputs, functionalize=True)
-    if any(_writes(node) for node in joint.graph.nodes):
+    if any(_needs_order(node) for node in joint.graph.nodes):
         return _export_joint(graph, inputs, functionalize=True)
     return joint, out_spec
 
@@ -192,8 +193,8 @@ def _export_joint(
     return joint.graph_module, joint.out_spec
 
 
-def _writes(node: fx.Node) -> bool:
-    """Whether a node may write into its operands: by its schema, or as a higher-order op, which has none."""
+def _needs_order(node: fx.Node) -> bool:
+    """Whether a node writes into its operands or has another effect; higher-order ops may, for all that we see."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
+        return node.target._schema.is_mutable or has_effects(node.target)
     return isinstance(node.target, torch._ops.HigherOrderOperator)
