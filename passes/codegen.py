@@ -175,7 +175,7 @@ class PhaseEmitter:
         self.builder.origin = Origin(op.name, op.module_path)
         first = len(self.builder.body)
         if strategy.steps > 1:
-            made: Sequence[Value | None] = (emit_temporal(self.builder, op, strategy, derived, operands, self),)
+            made: Sequence[Value | None] = emit_temporal(self.builder, op, strategy, derived, operands, self)
         else:
             made = self._call(op, strategy, operands)
         if strategy.pending:

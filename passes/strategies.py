@@ -1,8 +1,9 @@
 """Enumerate the space-time strategies of an op from its factor rule (DESIGN sections 1-2).
 
 Per mesh axis: leave the op replicated, cut a factor, or let a pending sum pass. For a contraction also the six 1-D
-temporal maps of each axis, the 2-D temporal maps of each pair of equal axes with skewed forms, and time-only cuts. A
-temporal map on some axes combines with every spatial choice on the others.
+temporal maps of each axis, the 2-D temporal maps of each pair of equal axes with skewed forms, and time-only cuts. For
+attention and fused regions the rings of each axis. A temporal map on some axes combines with every spatial choice on the
+others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import lru_cache
 from stpart_compiler.ir.layout import Digit, form
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.rule import SUM, OpRule
-from stpart_compiler.ir.spacetime import InvalidStrategyError, Strategy, check_covers, derive
+from stpart_compiler.ir.spacetime import MOVE, InvalidStrategyError, Strategy, check_covers, derive
 
 Choice = tuple[str, int]  # ("keep", -1), ("cut", factor) or ("pending", linear set)
 
@@ -53,6 +54,8 @@ def enumerate_strategies(
     found = [*_spatial(rule, mesh, axes, movable, space, tokens)]
     if is_contraction(rule):
         found += _temporal(rule, mesh, axes, movable, space)
+    if rule.loops and space.temporal_1d:
+        found += _rings(rule, mesh, axes, movable, space)
     kept = [strategy for strategy in dict.fromkeys(found) if _valid(rule, strategy, mesh)]
     assert kept, f"no strategy for {rule}"
     return tuple(kept)
@@ -225,6 +228,33 @@ def _temporal_1d(
         for f, g in itertools.product(roles[one], roles[two]):
             cuts = {f: form(q, **{axis: 1}), g: form(q, 1, offset, **{axis: 1})}
             yield from _with_rest(rule, mesh, rest, movable, cuts, q, space)
+
+
+def _rings(
+    rule: OpRule, mesh: Mesh, axes: tuple[str, ...], movable: frozenset[int], space: StrategySpace
+) -> Iterator[Strategy]:
+    """A factor at d, a loop at d+t: what has only the loop travels.
+
+    A result that travels starts one rank further on, so that it ends where the plain form says.
+    """
+    for axis, g in itertools.product(axes, sorted(rule.loops)):
+        q = mesh.size[axis]
+        rest = tuple(other for other in axes if other != axis)
+        for f in sorted(movable - {g}):
+            for offset in (0, 1):
+                cuts = {f: form(q, **{axis: 1}), g: form(q, 1, offset, **{axis: 1})}
+                made = _with_rest(rule, mesh, rest, movable, cuts, q, space)
+                yield from (s for s in made if _travels(rule, s, mesh) == (True, bool(offset)))
+
+
+def _travels(rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple[bool, bool]:
+    """Whether operands move over the time steps, and whether results do; (False, False) where it computes nothing."""
+    try:
+        derived = derive(rule, strategy, mesh)
+    except InvalidStrategyError:
+        return False, False
+    moving = [any(port.motion == MOVE for port in ports) for ports in (derived.inputs, derived.outputs)]
+    return moving[0], moving[1]
 
 
 def _temporal_2d(

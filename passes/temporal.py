@@ -1,21 +1,24 @@
 """Unroll a temporal strategy on one rank: exchange for step t+1, compute of step t, wait.
 
 Moving operands need two buffers: the block in use and the one arriving. A moving result is a partial sum: it arrives
-from the previous holder while this rank computes its own part, and is sent on with that part added.
+from the previous holder while this rank computes its own part, and is sent on with that part added. Blocks that
+contribute nothing (masked as a whole, or empty) are not computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from stpart_compiler.ir.layout import Atom, Range
 from stpart_compiler.ir.program import P2P_CHANNEL, Builder, Origin, Value
-from stpart_compiler.ir.rule import OpRule, TensorMap
+from stpart_compiler.ir.rule import ONLINE, OpRule, TensorMap
 from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Strategy, factor_range
 from stpart_compiler.passes.propagate import OpNode
-from stpart_compiler.passes.rules import Block
+from stpart_compiler.passes.rules import MERGES, Block, is_void
+from stpart_compiler.passes.rules.registry import Merge
 
 if TYPE_CHECKING:
     from stpart_compiler.passes.codegen import PhaseEmitter
@@ -25,13 +28,13 @@ aten = torch.ops.aten
 
 def emit_temporal(
     builder: Builder, op: OpNode, strategy: Strategy, derived: Derived, operands: list[Value], emitter: PhaseEmitter
-) -> Value:
-    """All steps of one op; returns the local result in its layout at rest."""
+) -> list[Value | None]:
+    """All steps of one op; returns the local results in their layouts at rest."""
     loop = _Loop(builder, op, strategy, derived, operands, emitter)
     for t in range(strategy.steps):
         builder.origin = Origin(op.name, op.module_path, "temporal", t)
         loop.step(t)
-    return loop.result()
+    return loop.results()
 
 
 class _Loop:
@@ -48,7 +51,7 @@ class _Loop:
         self.op = op
         self.strategy = strategy
         self.ins = derived.inputs
-        self.out: Port = derived.outputs[0]
+        self.outs = derived.outputs
         self.rest = operands
         self.emitter = emitter
         self.blocks = [
@@ -63,9 +66,15 @@ class _Loop:
             self._outgoing(i) if port.motion == MOVE else x
             for i, (port, x) in enumerate(zip(self.ins, operands, strict=True))
         ]
-        self.first_tag = builder.reserve(strategy.steps * (len(operands) + 1))
-        self.parts: list[Value] = []
-        self.arriving: tuple[Value, tuple[int, ...]] | None = None
+        self.ports = len(self.ins) + len(self.outs)
+        self.first_tag = builder.reserve(strategy.steps * self.ports)
+        self.made = [j for j, result in enumerate(op.call.results) if result is not None]
+        self.parts: list[list[Value]] = [[] for _ in self.outs]
+        self.arriving: dict[int, tuple[Value, tuple[int, ...]]] = {}
+        time = strategy.time_factor
+        assert time is not None
+        self.time = time
+        self.merge = MERGES[op.call.target] if op.rule.factors[time].kind == ONLINE else None
 
     def _outgoing(self, i: int) -> Value:
         """A contiguous form of operand i: the tensor behind a transposed view, or the operand itself."""
@@ -74,10 +83,12 @@ class _Loop:
 
     def step(self, t: int) -> None:
         incoming, tags = self._exchange(t)
-        made = self.emitter.call_block(self.op, self.blocks[t], [self._operand(i, t) for i in range(len(self.ins))])
-        part = made[0]
-        assert part is not None
-        self._combine(part, t)
+        if is_void(self.op.call, self.blocks[t]):
+            made: Sequence[Value | None] = [None] * len(self.outs)
+        else:
+            operands = [self._operand(i, t) for i in range(len(self.ins))]
+            made = self.emitter.call_block(self.op, self.blocks[t], operands)
+        self._combine(made, t)
         self.builder.wait(tags, P2P_CHANNEL)
         for i, value in incoming.items():
             self.current[i] = value
@@ -101,7 +112,7 @@ class _Loop:
         return incoming, tuple(tags)
 
     def _tag(self, t: int, i: int) -> int:
-        return self.first_tag + t * (len(self.ins) + 1) + i
+        return self.first_tag + t * self.ports + i
 
     def _peer(self, port: Port, sign: int) -> int:
         return self.emitter.mesh.shifted(self.builder.rank, {axis: sign * x for axis, x in port.shift})
@@ -123,8 +134,7 @@ class _Loop:
 
     def _slice(self, value: Value, tensor: TensorMap, t: int) -> Value:
         """The part of a resting block that step t works on."""
-        f = self.strategy.time_factor
-        assert f is not None
+        f = self.time
         dim = next(d for d, factors in enumerate(tensor) if f in factors)
         whole = _rest_range(self.op.rule, self.strategy, f, self.emitter.mesh.coords[self.builder.rank])
         low, high = (bound - whole[0] for bound in self.blocks[t].ranges[f])
@@ -132,43 +142,100 @@ class _Loop:
         sizes = [whole[1] - whole[0] if g == f else b - a for g, (a, b) in zip(tensor[dim], extents, strict=True)]
         return narrow(self.builder, value, dim, sizes, tensor[dim].index(f), (low, high))
 
-    def _combine(self, part: Value, t: int) -> None:
-        if self.out.motion == SLICE:
-            self.parts.append(part)
-        elif self.out.motion == MOVE:
-            self._pass_on(part, t)
-        elif not self.parts:
-            self.parts.append(part)
-        else:
-            self.parts = [add_in_place(self.builder, self.parts[0], part)]
+    def _combine(self, made: Sequence[Value | None], t: int) -> None:
+        """Take in the results of step t; None: this block contributes nothing."""
+        if self.merge is not None:
+            self._merge(self.merge, made)
+            return
+        for j in self.made:
+            part = made[j]
+            if self.outs[j].motion == MOVE:
+                self._pass_on(j, part, t)
+            elif self.outs[j].motion == SLICE:
+                self.parts[j].append(part or self._zeros(j, t))
+            elif part is not None:
+                self.parts[j] = [add_in_place(self.builder, self.parts[j][0], part) if self.parts[j] else part]
 
-    def _pass_on(self, part: Value, t: int) -> None:
+    def _merge(self, merge: Merge, made: Sequence[Value | None]) -> None:
+        """Results of one block after another, by the op's own way of merging them."""
+        if any(part is None for part in made):
+            return
+        fresh = [part for part in made if part is not None]
+        kept = [part for parts in self.parts for part in parts]
+        if not kept:
+            made = [self._cast(x, dtype) for x, dtype in zip(fresh, merge.dtypes([x.dtype for x in fresh]), strict=True)]
+        else:
+            outs = [(f"{x.name}_m", x.shape, x.dtype) for x in kept]
+            made = self.builder.call_multi(merge.merge, (*kept, *fresh), {}, outs)
+        self.parts = [[part] for part in made if part is not None]
+
+    def _cast(self, value: Value, dtype: torch.dtype) -> Value:
+        if value.dtype == dtype:
+            return value
+        return self.builder.call(
+            aten._to_copy.default, (value,), {"dtype": dtype}, shape=value.shape, dtype=dtype, stem=f"{value.name}_f"
+        )
+
+    def _zeros(self, j: int, t: int) -> Value:
+        """Result j of a block that contributes nothing."""
+        result = self.op.call.results[j]
+        assert result is not None
+        shape = self.blocks[t].out_shape(j)
+        return self.builder.call(
+            aten.new_zeros.default,
+            (self.rest[0], list(shape)),
+            {"dtype": result.dtype},
+            shape=shape,
+            dtype=result.dtype,
+            stem=f"{self.op.name}_none",
+        )
+
+    def _pass_on(self, j: int, part: Value | None, t: int) -> None:
         """Add what arrived to this rank's part and send the sum to its next holder."""
-        if self.arriving is not None:
-            received, tags = self.arriving
+        if j in self.arriving:
+            received, tags = self.arriving.pop(j)
             self.builder.wait(tags, P2P_CHANNEL)
-            part = add_in_place(self.builder, part, received)
-        self.parts = [part]
+            part = received if part is None else add_in_place(self.builder, part, received)
+        part = part or self._zeros(j, t)
+        self.parts[j] = [part]
         if t + 1 == self.strategy.steps:
             return
-        tag = self._tag(t, len(self.ins))
+        tag = self._tag(t, len(self.ins) + j)
         values, tags = self.builder.exchange(
-            [(contiguous(self.builder, part), self._peer(self.out, -1), tag)],
-            [(self.blocks[t + 1].out_shape(), part.dtype, self._peer(self.out, 1), tag)],
+            [(contiguous(self.builder, part), self._peer(self.outs[j], -1), tag)],
+            [(self.blocks[t + 1].out_shape(j), part.dtype, self._peer(self.outs[j], 1), tag)],
             stem=f"{self.op.name}_sum",
         )
-        self.arriving = (values[0], tags)
+        self.arriving[j] = (values[0], tags)
 
-    def result(self) -> Value:
-        if self.out.motion != SLICE:
-            return self.parts[0]
-        f = self.strategy.time_factor
-        assert f is not None
-        tensor = self.op.rule.outputs[0]
+    def results(self) -> list[Value | None]:
+        if self.merge is not None:
+            return list(self._finished(self.merge))
+        found: list[Value | None] = [None] * len(self.outs)
+        for j in self.made:
+            found[j] = self._joined(j) if self.outs[j].motion == SLICE else self._last(j)
+        return found
+
+    def _last(self, j: int) -> Value:
+        return self.parts[j][0] if self.parts[j] else self._zeros(j, 0)
+
+    def _finished(self, merge: Merge) -> Sequence[Value | None]:
+        """What was merged, as the op itself would give it."""
+        kept = [part for parts in self.parts for part in parts]
+        results = [r for r in self.op.call.results if r is not None]
+        if not kept:
+            return [self._zeros(j, 0) for j in self.made]
+        outs = [(f"{self.op.name}_{j}", x.shape, r.dtype) for j, (x, r) in enumerate(zip(kept, results, strict=True))]
+        return self.builder.call_multi(merge.finish, (*kept, results[0].dtype), {}, outs)
+
+    def _joined(self, j: int) -> Value:
+        """The blocks of all steps, one behind the other."""
+        f, tensor = self.time, self.op.rule.outputs[j]
         dim = next(d for d, factors in enumerate(tensor) if f in factors)
-        order = sorted(range(len(self.parts)), key=lambda t: (self.blocks[t].ranges[f], -t))
+        parts = self.parts[j]
+        order = sorted(range(len(parts)), key=lambda t: (self.blocks[t].ranges[f], -t))
         sizes = [[b - a for a, b in (self.blocks[t].ranges[g] for g in tensor[dim])] for t in order]
-        return concat(self.builder, [self.parts[t] for t in order], dim, sizes, tensor[dim].index(f), self.op.name)
+        return concat(self.builder, [parts[t] for t in order], dim, sizes, tensor[dim].index(f), self.op.name)
 
 
 def _rest_range(rule: OpRule, strategy: Strategy, f: int, coords: dict[str, int]) -> Range:

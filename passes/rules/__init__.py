@@ -19,7 +19,7 @@ from stpart_compiler.passes.rules import (
 )
 from stpart_compiler.passes.rules.calls import op_call
 from stpart_compiler.passes.rules.discovery import discovered_rule
-from stpart_compiler.passes.rules.registry import Block, OpCall, Operand, local_call, rule_of
+from stpart_compiler.passes.rules.registry import MERGES, Block, OpCall, Operand, empty_call, is_void, local_call, rule_of
 
 FAMILIES = (
     attention,
@@ -36,4 +36,16 @@ FAMILIES = (
     views,
 )
 
-__all__ = ["FAMILIES", "Block", "OpCall", "Operand", "discovered_rule", "local_call", "op_call", "rule_of"]
+__all__ = [
+    "FAMILIES",
+    "MERGES",
+    "Block",
+    "OpCall",
+    "Operand",
+    "discovered_rule",
+    "empty_call",
+    "is_void",
+    "local_call",
+    "op_call",
+    "rule_of",
+]

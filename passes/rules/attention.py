@@ -2,18 +2,20 @@
 
 q (b (k g) q d), k and v (b k s d): grouped-query attention has `g` query heads per head of k and v. In backward, what
 a result lacks adds up in it: dk and dv over the queries and over `g`, dq over the keys; that is exact for blocks since
-the global output and logsumexp are operands. Causal attention on a block of the sequence takes an explicit mask.
+the global output and logsumexp are operands. In forward the keys may come block after block: their outputs are merged
+by logsumexp (ring attention; Liu et al. 2023, METP section on attention).
+
+Causal attention on a block of the sequence skips keys that come after all its queries, and takes an explicit mask where
+queries and keys are not the same span.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from stpart_compiler.ir.rule import PARALLEL, SUM, WHOLE, OpRule, TensorMap
+from stpart_compiler.ir.rule import ONLINE, PARALLEL, SUM, WHOLE, OpRule, TensorMap
 from stpart_compiler.passes.rules.factors import Factors, aligned, maps_of_results
-from stpart_compiler.passes.rules.registry import Block, LocalCall, OpCall, Operand, localized, rule
+from stpart_compiler.passes.rules.registry import MERGES, Block, LocalCall, Merge, OpCall, Operand, localized, rule, void
 from stpart_compiler.runtime import local_ops
 
 aten = torch.ops.aten
@@ -44,9 +46,9 @@ def attention(call: OpCall) -> OpRule | None:
     if call.arg(3, "dropout_p", 0.0):
         return None  # the mask of dropout depends on the place in the whole tensor
     factors = Factors()
-    q, k, v, out, scores = _maps(factors, call.operands[:3], summed=PARALLEL, keys=WHOLE)
+    q, k, v, out, scores = _maps(factors, call.operands[:3], summed=PARALLEL, keys=ONLINE)
     masks = [aligned(scores, mask.shape) for mask in call.operands[3:]]
-    return factors.rule((q, k, v, *masks), (out, scores[:3]))
+    return factors.rule((q, k, v, *masks), (out, scores[:3]), loops=scores[3])
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -58,22 +60,41 @@ def attention_backward(call: OpCall) -> OpRule | None:
     q, k, v, out, scores = _maps(factors, call.operands[1:4], summed=SUM, keys=SUM)
     masks = [aligned(scores, mask.shape) for mask in call.operands[6:]]
     outputs = maps_of_results(call, (q, k, v))
-    return factors.rule((out, q, k, v, out, scores[:3], *masks), outputs, ((0,),))
+    inputs = (out, q, k, v, out, scores[:3], *masks)
+    return factors.rule(inputs, outputs, ((0,),), loops=(*scores[2], *scores[3]))
 
 
 @localized(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def attention_block(call: OpCall, block: Block) -> LocalCall:
-    if not _needs_help(call, block, 0, 4):
-        return call.target, call.args, call.kwargs
     q, k, v = call.operands[:3]
-    return local_ops.attention_block, (q, k, v, *_context(call, block, 0, 4)), {}
+    mask, scale = call.kwargs.get("attn_mask"), call.kwargs.get("scale")
+    if _needs_help(call, block, 0, 4):
+        return local_ops.attention_block, (q, k, v, None, scale, *_causal(block, 0)), {}
+    if mask is not None and block.is_cut(block.rule.inputs[1][2]):
+        return local_ops.attention_block, (q, k, v, mask, scale, False, None, None), {}
+    return call.target, call.args, call.kwargs
 
 
 @localized(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def attention_backward_block(call: OpCall, block: Block) -> LocalCall:
     if not _needs_help(call, block, 1, 7):
         return call.target, call.args, call.kwargs
-    return local_ops.attention_backward_block, (*call.operands[:6], *_context(call, block, 1, 7)), {}
+    return local_ops.attention_backward_block, (*call.operands[:6], call.kwargs.get("scale"), *_causal(block, 1)), {}
+
+
+@void(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def attention_void(call: OpCall, block: Block) -> bool:
+    return _needs_help(call, block, 0, 4) and _is_masked(*_spans(block, 0))
+
+
+@void(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def attention_backward_void(call: OpCall, block: Block) -> bool:
+    return _needs_help(call, block, 1, 7) and _is_masked(*_spans(block, 1))
+
+
+MERGES[aten._scaled_dot_product_flash_attention_for_cpu.default] = Merge(
+    local_ops.merge_attention, local_ops.merged_attention, lambda dtypes: (dtypes[1], dtypes[1])
+)
 
 
 def _needs_help(call: OpCall, block: Block, q: int, causal_at: int) -> bool:
@@ -83,10 +104,30 @@ def _needs_help(call: OpCall, block: Block, q: int, causal_at: int) -> bool:
     return bool(call.arg(causal_at, "is_causal", False)) and sequence_cut
 
 
-def _context(call: OpCall, block: Block, q: int, causal_at: int) -> tuple[Any, ...]:
-    """Mask, scale, and where a causal mask is wanted the spans of queries and keys."""
-    scale, mask = call.kwargs.get("scale"), call.kwargs.get("attn_mask")
-    if not call.arg(causal_at, "is_causal", False):
-        return mask, scale, None, None
+Digits = tuple[tuple[int, int, int, int], ...]
+
+
+def _spans(block: Block, q: int) -> tuple[Digits, Digits]:
+    """Queries and keys of a block."""
     maps = block.rule.inputs
-    return mask, scale, block.digits(maps[q][2]), block.digits(maps[q + 1][2])
+    return block.digits(maps[q][2]), block.digits(maps[q + 1][2])
+
+
+def _bounds(span: Digits) -> tuple[int, int]:
+    """First and last position of a span."""
+    return sum(stride * low for stride, _, low, _ in span), sum(stride * (high - 1) for stride, _, _, high in span)
+
+
+def _is_masked(queries: Digits, keys: Digits) -> bool:
+    """Whether every key comes after every query."""
+    return _bounds(keys)[0] > _bounds(queries)[1]
+
+
+def _causal(block: Block, q: int) -> tuple[bool, Digits | None, Digits | None]:
+    """How a block is masked: whether as the kernel does it, else the spans of an explicit mask if one is needed."""
+    queries, keys = _spans(block, q)
+    if queries == keys:
+        return True, None, None
+    if _bounds(keys)[1] <= _bounds(queries)[0]:
+        return False, None, None
+    return False, queries, keys

@@ -34,9 +34,14 @@ class Factors:
         return tuple(self.dim(size, kind) for size, kind in zip(shape, per_dim, strict=True))
 
     def rule(
-        self, inputs: Sequence[TensorMap], outputs: Sequence[TensorMap], linear: Sequence[Sequence[int]] = ()
+        self,
+        inputs: Sequence[TensorMap],
+        outputs: Sequence[TensorMap],
+        linear: Sequence[Sequence[int]] = (),
+        loops: Sequence[int] = (),
     ) -> OpRule:
-        return OpRule(tuple(self.items), tuple(inputs), tuple(outputs), tuple(frozenset(s) for s in linear))
+        sets = tuple(frozenset(s) for s in linear)
+        return OpRule(tuple(self.items), tuple(inputs), tuple(outputs), sets, frozenset(loops))
 
 
 def normalized(dim: int, ndim: int) -> int:

@@ -2,13 +2,13 @@
 
 `@rule(op, ...)` registers a function `OpCall -> OpRule` (None: no rule for this call), `@tagged(tag)` one for all ops
 with a tag. `@localized(op, ...)` registers how the op is run on one block when its non-tensor arguments depend on
-sizes; without one the arguments stay as they are.
+sizes; without one the arguments stay as they are. `@void(op, ...)` registers which blocks contribute nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -109,6 +109,19 @@ class Block:
         return self.extent(dim) != math.prod(self.rule.factors[f].size for f in dim)
 
 
+@dataclass(frozen=True)
+class Merge:
+    """How results of one block after another are merged, where the op has an ONLINE factor.
+
+    `merge(*merged, *results) -> merged`; `finish(*merged, dtype of the first result) -> results`; `dtypes(results'
+    dtypes)`: those in which results are merged.
+    """
+
+    merge: Callable[..., Any]
+    finish: Callable[..., Any]
+    dtypes: Callable[[Sequence[torch.dtype]], Sequence[torch.dtype]]
+
+
 LocalCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
 RuleFn = Callable[[OpCall], "OpRule | None"]
 LocalFn = Callable[[OpCall, Block], LocalCall]
@@ -116,6 +129,8 @@ LocalFn = Callable[[OpCall, Block], LocalCall]
 RULES: dict[Any, RuleFn] = {}
 TAGGED: dict[torch.Tag, RuleFn] = {}
 LOCALIZERS: dict[Any, LocalFn] = {}
+VOIDS: dict[Any, Callable[[OpCall, Block], bool]] = {}
+MERGES: dict[Any, Merge] = {}
 OF_CALLS: dict[Any, dict[str, LocalFn]] = {}  # localizers of single calls, by their text, whose rule was discovered
 
 
@@ -152,6 +167,22 @@ def localized(*ops: Any) -> Callable[[LocalFn], LocalFn]:
         return fn
 
     return register
+
+
+def void(*ops: Any) -> Callable[[Callable[[OpCall, Block], bool]], Callable[[OpCall, Block], bool]]:
+    """Register which blocks of op overloads contribute nothing to sums and merges, so that they are not computed."""
+
+    def register(fn: Callable[[OpCall, Block], bool]) -> Callable[[OpCall, Block], bool]:
+        VOIDS.update(dict.fromkeys(ops, fn))
+        return fn
+
+    return register
+
+
+def is_void(call: OpCall, block: Block) -> bool:
+    """Whether a block contributes nothing: it is empty, or masked as a whole."""
+    found = VOIDS.get(call.target)
+    return _is_empty(call, block) or (found is not None and found(call, block))
 
 
 def rule_of(call: OpCall) -> OpRule | None:
@@ -192,16 +223,20 @@ def local_call(call: OpCall, block: Block) -> LocalCall:
     """
     if draws(call):
         return drawn, (call.target, *call.args), call.kwargs
-    ranges = zip(block.rule.factors, block.ranges, strict=True)
-    if call.operands and any(low >= high and factor.size for factor, (low, high) in ranges):
-        return _empty_call(call, block)
+    if _is_empty(call, block):
+        return empty_call(call, block)
     discovered = OF_CALLS.get(call.target)
     fn = discovered.get(call.text) if discovered else None
     fn = fn or LOCALIZERS.get(call.target) or LOCALIZERS.get(str(call.target))
     return fn(call, block) if fn else (call.target, call.args, call.kwargs)
 
 
-def _empty_call(call: OpCall, block: Block) -> LocalCall:
+def _is_empty(call: OpCall, block: Block) -> bool:
+    ranges = zip(block.rule.factors, block.ranges, strict=True)
+    return bool(call.operands) and any(low >= high and factor.size for factor, (low, high) in ranges)
+
+
+def empty_call(call: OpCall, block: Block) -> LocalCall:
     """Results of a block without elements: empty where they are cut alike, else zeros, its share in a sum."""
     made = [(block.out_shape(i), r.dtype) if r is not None else None for i, r in enumerate(call.results)]
     if len(made) > 1 or _gives_list(call.target):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 PARALLEL = "parallel"
 SUM = "sum"
 WHOLE = "whole"
+ONLINE = "online"
 
 DimMap = tuple[int, ...]
 TensorMap = tuple[DimMap, ...]
@@ -20,7 +21,11 @@ TensorMap = tuple[DimMap, ...]
 
 @dataclass(frozen=True)
 class Factor:
-    """A loop dim. `kind`: PARALLEL (blocks concatenate), SUM (block results add up), WHOLE (must not be cut)."""
+    """A loop dim.
+
+    `kind`: PARALLEL (blocks concatenate), SUM (block results add up), ONLINE (results of one block after another are
+    merged as they are made, so that it may be cut in time only), WHOLE (must not be cut).
+    """
 
     name: str
     size: int
@@ -34,13 +39,15 @@ class OpRule:
     `inputs[i]` / `outputs[j]` map each dim of the i-th tensor operand / j-th tensor result to the factors it is made
     of, major to minor; `()` for a dim of size one that belongs to no factor (broadcast). Operands are counted in order
     of occurrence in (args, kwargs), lists flattened. `linear` lists maximal sets of operands in which the op is jointly
-    linear: a pending sum may pass through the operands of one such set, if all of them carry it.
+    linear: a pending sum may pass through the operands of one such set, if all of them carry it. `loops`: factors that
+    may be cut in time, besides those of a contraction, so that operands and results travel while blocks are computed.
     """
 
     factors: tuple[Factor, ...]
     inputs: tuple[TensorMap, ...]
     outputs: tuple[TensorMap, ...]
     linear: tuple[frozenset[int], ...] = ()
+    loops: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         used = {f for tensor in (*self.inputs, *self.outputs) for dim in tensor for f in dim}
@@ -48,7 +55,8 @@ class OpRule:
 
     @property
     def cuttable(self) -> tuple[int, ...]:
-        return tuple(i for i, factor in enumerate(self.factors) if factor.kind != WHOLE and factor.size > 1)
+        """Factors that may be cut in space."""
+        return tuple(i for i, factor in enumerate(self.factors) if factor.kind in (PARALLEL, SUM) and factor.size > 1)
 
     def __str__(self) -> str:
         ins = ", ".join(_tensor_text(self, tensor) for tensor in self.inputs)
@@ -79,4 +87,11 @@ def refined(rule: OpRule, parts: Mapping[int, tuple[int, ...]]) -> OpRule:
     def renamed(tensor: TensorMap) -> TensorMap:
         return tuple(tuple(new for old in dim for new in ids[old]) for dim in tensor)
 
-    return OpRule(tuple(factors), tuple(map(renamed, rule.inputs)), tuple(map(renamed, rule.outputs)), rule.linear)
+    inputs, outputs = tuple(map(renamed, rule.inputs)), tuple(map(renamed, rule.outputs))
+    loops = frozenset(_major(ids[f], factors) for f in rule.loops)
+    return OpRule(tuple(factors), inputs, outputs, rule.linear, loops)
+
+
+def _major(parts: DimMap, factors: list[Factor]) -> int:
+    """The first part of a refined factor that is wider than one."""
+    return next((f for f in parts if factors[f].size > 1), parts[0])

@@ -120,17 +120,21 @@ def attention_block(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float | None,
+    causal: bool,
     queries: Span | None,
     keys: Span | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a block; with spans of queries and keys causal.
+    """Attention of a block. `causal`: query i sees the keys up to i; with spans: those up to its position.
 
-    q [b, heads, queries, d], k and v [b, kv heads, keys, d] -> out like q, logsumexp [b, heads, queries].
+    q [b, heads, queries, d], k and v [b, kv heads, keys, d] -> out like q, logsumexp [b, heads, queries]; -inf for
+    queries that see none of the keys, where the kernel itself says 0.
     """
     if queries is not None and keys is not None:
         mask = causal_mask(queries, keys, q)
     forward = aten._scaled_dot_product_flash_attention_for_cpu
-    out, logsumexp = forward(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    out, logsumexp = forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    if mask is not None:
+        logsumexp = logsumexp.masked_fill(torch.isneginf(mask).all(-1), -math.inf)
     return out, logsumexp
 
 
@@ -141,17 +145,39 @@ def attention_backward_block(
     v: torch.Tensor,
     out: torch.Tensor,
     logsumexp: torch.Tensor,
-    mask: torch.Tensor | None,
     scale: float | None,
+    causal: bool,
     queries: Span | None,
     keys: Span | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Shares of a block in dq, dk and dv, given the whole rows' output and logsumexp. Shares add up."""
-    if queries is not None and keys is not None:
-        mask = causal_mask(queries, keys, q)
+    mask = causal_mask(queries, keys, q) if queries is not None and keys is not None else None
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = backward(grad, q, k, v, out, logsumexp, 0.0, False, attn_mask=mask, scale=scale)
+    dq, dk, dv = backward(grad, q, k, v, out, logsumexp, 0.0, causal, attn_mask=mask, scale=scale)
     return dq, dk, dv
+
+
+def merge_attention(
+    out: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, part_logsumexp: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two sets of keys from the attention over each. out [b, heads, queries, d], lse without d.
+
+    A row that sees none of the keys of a set has logsumexp -inf there. Made in the precision of the first two.
+    """
+    merged = torch.logaddexp(logsumexp, part_logsumexp)
+    return _weighted(out, logsumexp, merged) + _weighted(part.to(out.dtype), part_logsumexp, merged), merged
+
+
+def merged_attention(
+    out: torch.Tensor, logsumexp: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merged attention as the kernel gives it: rows that saw no key at all have logsumexp 0."""
+    return out.to(dtype), torch.where(torch.isneginf(logsumexp), 0, logsumexp)
+
+
+def _weighted(out: torch.Tensor, logsumexp: torch.Tensor, merged: torch.Tensor) -> torch.Tensor:
+    weight = torch.exp(logsumexp - merged)[..., None]
+    return torch.where(torch.isneginf(logsumexp)[..., None], 0, out * weight)
 
 
 def grouped_block(

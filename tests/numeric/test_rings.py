@@ -1,0 +1,78 @@
+"""Rings: keys and values travel past the queries of attention. Every strategy is executed and compared with one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from forced import Step
+from stpart_compiler.ir.mesh import parse_mesh
+from stpart_compiler.passes.propagate import OpNode
+from stpart_compiler.passes.strategies import enumerate_strategies
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention, with or without a mask. x [b, s, h]."""
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, causal: bool, mask: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.sizes = (heads, kv_heads, dim)
+        self.causal = causal
+        self.q = nn.Linear(8, heads * dim, bias=False)
+        self.kv = nn.Linear(8, 2 * kv_heads * dim, bias=False)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads, kv_heads, dim = self.sizes
+        q = self.q(x).unflatten(-1, (heads, dim)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2 * kv_heads, dim)).transpose(1, 2).split(kv_heads, dim=1)
+        return nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask, is_causal=self.causal, enable_gqa=kv_heads != heads
+        )
+
+
+def _step(length: int, heads: int, kv_heads: int, causal: bool, mask: torch.Tensor | None = None) -> Step:
+    torch.manual_seed(0)
+    model = Attention(heads, kv_heads, 4, causal, mask).double()
+    weight = torch.randn(length, 4, dtype=torch.float64)
+    return Step(model, torch.randn(2, length, 8, dtype=torch.float64), lambda y: (y * weight).sum())
+
+
+def _banded(length: int) -> torch.Tensor:
+    """A sliding window of three keys; the first query sees none of the later blocks, the last none of the first."""
+    rows, columns = torch.arange(length)[:, None], torch.arange(length)
+    seen = (columns <= rows) & (columns > rows - 3)
+    return torch.zeros(length, length, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+
+
+CASES: dict[str, Callable[[], Step]] = {
+    "causal": lambda: _step(8, 4, 4, True),
+    "all": lambda: _step(8, 4, 4, False),
+    "grouped": lambda: _step(9, 4, 2, True),
+    "uneven": lambda: _step(7, 2, 1, True),
+    "window": lambda: _step(10, 2, 2, False, _banded(10)),
+}
+
+
+def _attention(step: Step) -> list[OpNode]:
+    return [op for op in step.graph.ops if "scaled_dot_product" in op.name]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def step(request: pytest.FixtureRequest) -> Step:
+    return CASES[request.param]()
+
+
+@pytest.mark.parametrize("spec", [2, 3, 4, (2, 2)], ids=str)
+def test_every_ring_of_attention(step: Step, spec: object) -> None:
+    mesh = parse_mesh(spec)
+    forward, backward = _attention(step)
+    options = {
+        op.name: [s for s in enumerate_strategies(op.rule, mesh, op.movable) if s.steps > 1] for op in (forward, backward)
+    }
+    assert all(options.values()), "no ring"
+    for i in range(max(map(len, options.values()))):
+        step.check(mesh, {name: found[i % len(found)] for name, found in options.items()})
