@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.ir.layout import Layout, local_shape, replicated
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.program import Builder, Origin, Pending, RankProgram, Value
@@ -20,7 +21,9 @@ from stpart_compiler.ir.redistribute import redistribute
 from stpart_compiler.ir.spacetime import Derived, Strategy, derive, factor_range
 from stpart_compiler.passes.emit_redistribute import emit_redistribution
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
-from stpart_compiler.passes.rules import Block, Operand, local_call
+from stpart_compiler.passes.rules import Block, OpCall, local_call
+from stpart_compiler.passes.rules.region import Region
+from stpart_compiler.passes.rules.registry import bind
 from stpart_compiler.passes.schedule import Phase, Schedule
 from stpart_compiler.passes.temporal import emit_temporal
 
@@ -194,32 +197,38 @@ class PhaseEmitter:
 
     def call_block(self, op: OpNode, block: Block, operands: list[Value]) -> Sequence[Value | None]:
         """Call the op on one block with the given local operands."""
-        target, args, kwargs = local_call(op.call, block)
-        args, kwargs = bound(args, operands), bound(kwargs, operands)
-        results = op.call.results
-        kind = "view" if op.name in self.phase.views else "compute"
-        if len(results) > 1 or not self.placement.graph.alias.get(op.name):
+        if isinstance(op.call.target, Region):
+            return self._region(op.call.target, block, operands)
+        return self._op(op.name, op.call, block, operands, plain=bool(self.placement.graph.alias.get(op.name)))
+
+    def _region(self, region: Region, block: Block, operands: list[Value]) -> Sequence[Value | None]:
+        """The ops of a region one after the other, each on its part of the block."""
+        made: list[Sequence[Value | None]] = []
+        for inner in region.body:
+            local = [operands[r] if j < 0 else made[j][r] for j, r in inner.sources]
+            known = [value for value in local if value is not None]
+            made.append(self._op(inner.name, inner.call, inner.block(block.ranges), known, plain=len(inner.call.results) == 1))
+        return [made[j][r] for j, r in region.outputs]
+
+    def _op(
+        self, name: str, call: OpCall, block: Block, operands: list[Value], *, plain: bool
+    ) -> Sequence[Value | None]:
+        """One op on one block. `plain`: its target gives a tensor, not a tuple or list."""
+        target, args, kwargs = local_call(call, block)
+        args, kwargs = bind(args, operands), bind(kwargs, operands)
+        results = call.results
+        kind = "view" if is_view(call.target) else "compute"
+        if len(results) > 1 or not plain:
             outs = [
-                (f"{op.name}_{i}", block.out_shape(i), r.dtype) if r is not None else None
+                (f"{name}_{i}", block.out_shape(i), r.dtype) if r is not None else None
                 for i, r in enumerate(results)
             ]
             return self.builder.call_multi(target, args, kwargs, outs, kind=kind)
         only = results[0]
         assert only is not None
         value = self.builder.call(
-            target, args, kwargs, shape=block.out_shape(), dtype=only.dtype, stem=op.name, kind=kind
+            target, args, kwargs, shape=block.out_shape(), dtype=only.dtype, stem=name, kind=kind
         )
         if target is aten.t.default:
             self.base[value.name] = operands[0]
         return (value,)
-
-
-def bound(item: Any, operands: Sequence[Value]) -> Any:
-    """Arguments with each `Operand` replaced by its local value."""
-    if isinstance(item, Operand):
-        return operands[item.index]
-    if isinstance(item, dict):
-        return {key: bound(part, operands) for key, part in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(bound(part, operands) for part in item)
-    return item

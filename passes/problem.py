@@ -11,7 +11,8 @@ from stpart_compiler.cost_models.memory import parameter_bytes
 from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.redistribute import redistribute
 from stpart_compiler.passes.quotient import Edge
-from stpart_compiler.passes.space import Choices, Space, layouts_of, needs_of
+from stpart_compiler.passes.rules.region import Region
+from stpart_compiler.passes.space import Choices, Space, block_extents, layouts_of, needs_of
 
 FORBIDDEN = 10**12
 """Price in ns of a re-layout that a template rules out."""
@@ -194,6 +195,8 @@ def _block_bytes(choices: Choices, s: int) -> int:
     """Bytes of the results of one op, with double buffers for what moves. Operands mostly count as held already."""
     derived, call = choices.derived[s], choices.op.call
     total = 0
+    if isinstance(call.target, Region):
+        total = call.target.peak_bytes(block_extents(choices.op, choices.strategies[s]))
     for port, operand in zip(derived.inputs, call.operands, strict=True):
         copies = 2 if port.motion == "move" else 0
         total += copies * max_local_numel(port.layout) * operand.dtype.itemsize

@@ -169,7 +169,7 @@ def _plan_transfers(graph: Annotated, phase: Phase, derived: Callable[[OpNode], 
                 phase.starts.setdefault(begin, []).append((key, port.layout))
             else:
                 phase.wanted.setdefault(key, []).append(port.layout)
-        if is_contraction(op.rule):
+        if is_contraction(op.rule) or op.rule.loops:
             ahead.append(op.name)
     for key, layout in phase.outputs:
         if key not in rest and key[0] not in lazy:

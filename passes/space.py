@@ -21,6 +21,7 @@ from stpart_compiler.ir.rule import SUM
 from stpart_compiler.ir.spacetime import MOVE, Derived, Strategy, derive
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
+from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import draws
 from stpart_compiler.passes.strategies import DEFAULT_SPACE, StrategySpace, enumerate_strategies, is_contraction
 
@@ -56,10 +57,12 @@ class Costs:
 
     def op(self, op: OpNode, strategy: Strategy, derived: Derived) -> tuple[float, int]:
         """Seconds of one op on the busiest rank, and the bytes it sends while it runs."""
-        extents = [_largest(Atom(f.size, d)) for f, d in zip(op.rule.factors, strategy.digits, strict=True)]
+        extents = block_extents(op, strategy)
         ins = [_shape(tensor, extents) for tensor in op.rule.inputs]
         outs = [_shape(tensor, extents) for tensor in op.rule.outputs]
         compute = op_seconds(op.call, ins, outs, self.cluster)
+        if isinstance(op.call.target, Region):
+            compute = sum(op_seconds(x.call, *x.shapes(extents), self.cluster) for x in op.call.target.body)
         if strategy.steps == 1:
             return compute, 0
         moved, axes = _moving_bytes(op, derived)
@@ -67,6 +70,11 @@ class Costs:
             return compute * strategy.steps, 0
         link = self.cluster.link_for(axes, self.mesh)
         return temporal_seconds(compute, moved, strategy.steps, link), moved * (strategy.steps - 1)
+
+
+def block_extents(op: OpNode, strategy: Strategy) -> list[int]:
+    """Per factor, the size of the largest block that is computed at once."""
+    return [_largest(Atom(f.size, d)) for f, d in zip(op.rule.factors, strategy.digits, strict=True)]
 
 
 def _largest(atom: Atom) -> int:
@@ -201,7 +209,7 @@ class BuildSpace:
             [[i] for i in range(len(strategies))],
         )
         lead = _lead(graph, op)
-        if lead is None or is_contraction(op.rule) or _is_drawn(graph, op.operands[lead]):
+        if lead is None or is_contraction(op.rule) or op.rule.loops or _is_drawn(graph, op.operands[lead]):
             return own
         return _following(own, lead, graph, done, params, param_class, self.costs) or own
 

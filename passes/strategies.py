@@ -34,6 +34,9 @@ class StrategySpace:
     forms: tuple[tuple[int, int], ...] = ((1, 0), (0, 1), (1, 1))
 
 
+TILE_STEPS = (2, 4, 8)
+"""Numbers of blocks in which a region may be run where nothing travels."""
+
 DEFAULT_SPACE = StrategySpace()
 FULL_SPACE = StrategySpace(time_only=True, forms=((1, 0), (0, 1), (1, 1), (1, -1)))
 
@@ -56,6 +59,8 @@ def enumerate_strategies(
         found += _temporal(rule, mesh, axes, movable, space)
     if rule.loops and space.temporal_1d:
         found += _rings(rule, mesh, axes, movable, space)
+    for tile, steps in itertools.product(sorted(rule.tiles & movable), TILE_STEPS):
+        found += _with_rest(rule, mesh, axes, movable, {tile: form(steps, 1)}, steps, space)
     kept = [strategy for strategy in dict.fromkeys(found) if _valid(rule, strategy, mesh)]
     assert kept, f"no strategy for {rule}"
     return tuple(kept)

@@ -23,6 +23,7 @@ from stpart_compiler.passes.decompose import Decompose
 from stpart_compiler.passes.make_plan import MakePlan, check_plan
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated, Propagate
+from stpart_compiler.passes.regions import FuseRegions
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.templates import template as named_template
@@ -129,6 +130,16 @@ def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:
     dumper.graph("decompose", captured.gm)
     dumper.annotated(graph)
     return graph
+
+
+def fuse(graph: Annotated, dumper: Dumper | None = None) -> Annotated | None:
+    """The annotated graph with each region as one op; None where there are none."""
+    with without_gc():
+        captured = FuseRegions().apply(graph)
+        found = None if captured is None else Propagate().apply(captured)
+    if found is not None:
+        (dumper or Dumper(None)).annotated(found)
+    return found
 
 
 def _bytes(memory_limit: int | str) -> int:

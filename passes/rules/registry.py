@@ -187,6 +187,9 @@ def is_void(call: OpCall, block: Block) -> bool:
 
 def rule_of(call: OpCall) -> OpRule | None:
     """The factor rule of a call, or None when the op has none."""
+    fused = getattr(call.target, "rule", None)
+    if isinstance(fused, OpRule):
+        return fused
     fn = RULES.get(call.target) or RULES.get(str(call.target)) or _tagged_rule(call.target)
     found = fn(call) if fn else None
     if found is None:
@@ -214,6 +217,17 @@ def keeps_sums(call: OpCall, operands: frozenset[int]) -> bool:
     ins = [call.operands[i].dtype for i in operands]
     outs = [r.dtype for r in call.results if r is not None]
     return all(i != torch.bool and torch.promote_types(i, o) == o for i in ins for o in outs)
+
+
+def bind(item: Any, operands: Sequence[Any]) -> Any:
+    """Arguments with each `Operand` replaced by what stands for it."""
+    if isinstance(item, Operand):
+        return operands[item.index]
+    if isinstance(item, dict):
+        return {key: bind(part, operands) for key, part in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(bind(part, operands) for part in item)
+    return item
 
 
 def local_call(call: OpCall, block: Block) -> LocalCall:

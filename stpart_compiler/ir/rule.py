@@ -41,6 +41,7 @@ class OpRule:
     of occurrence in (args, kwargs), lists flattened. `linear` lists maximal sets of operands in which the op is jointly
     linear: a pending sum may pass through the operands of one such set, if all of them carry it. `loops`: factors that
     may be cut in time, besides those of a contraction, so that operands and results travel while blocks are computed.
+    `tiles`: factors that may be cut in time alone: nothing travels, but less is alive at once.
     """
 
     factors: tuple[Factor, ...]
@@ -48,6 +49,7 @@ class OpRule:
     outputs: tuple[TensorMap, ...]
     linear: tuple[frozenset[int], ...] = ()
     loops: frozenset[int] = frozenset()
+    tiles: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         used = {f for tensor in (*self.inputs, *self.outputs) for dim in tensor for f in dim}
@@ -88,8 +90,8 @@ def refined(rule: OpRule, parts: Mapping[int, tuple[int, ...]]) -> OpRule:
         return tuple(tuple(new for old in dim for new in ids[old]) for dim in tensor)
 
     inputs, outputs = tuple(map(renamed, rule.inputs)), tuple(map(renamed, rule.outputs))
-    loops = frozenset(_major(ids[f], factors) for f in rule.loops)
-    return OpRule(tuple(factors), inputs, outputs, rule.linear, loops)
+    loops, tiles = (frozenset(_major(ids[f], factors) for f in found) for found in (rule.loops, rule.tiles))
+    return OpRule(tuple(factors), inputs, outputs, rule.linear, loops, tiles)
 
 
 def _major(parts: DimMap, factors: list[Factor]) -> int:

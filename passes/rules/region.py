@@ -1,0 +1,255 @@
+"""Regions: several ops run as one, block by block, so that the values between them never exist whole.
+
+A region has one factor rule, made of those of its ops: dims that the ops share are one factor. It is then placed like
+any op. A factor that all products of the region have may be its loop: the middle values exist one block at a time
+(METP's O = f(AB)C, FACTS 3).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from stpart_compiler.ir.rule import PARALLEL, SUM, WHOLE, Factor, OpRule, TensorMap
+from stpart_compiler.passes.rules.registry import Block, OpCall, bind
+
+Shape = tuple[int, ...]
+Source = tuple[int, int]
+"""(-1, i): operand i of the region; (j, r): result r of its j-th op."""
+
+Atoms = list[list[int]]  # per dim of a tensor, sizes of its atoms
+
+
+@dataclass(frozen=True)
+class BodyOp:
+    """One op of a region. `factors[f]`: the factor of the region that its own factor f is."""
+
+    name: str
+    call: OpCall
+    rule: OpRule
+    sources: tuple[Source, ...]
+    factors: tuple[int, ...] = ()
+
+    def block(self, ranges: Sequence[tuple[int, int]]) -> Block:
+        """The op's part in a block of the region with these index ranges."""
+        return Block(self.rule, tuple(ranges[f] for f in self.factors))
+
+    def shapes(self, extents: Sequence[int]) -> tuple[list[Shape], list[Shape]]:
+        """Shapes of operands and results in a block of the region with these extents."""
+        own = [extents[f] for f in self.factors]
+        ins, outs = ([_shape(tensor, own) for tensor in maps] for maps in (self.rule.inputs, self.rule.outputs))
+        return ins, outs
+
+
+def _shape(tensor: TensorMap, extents: Sequence[int]) -> Shape:
+    return tuple(math.prod(extents[f] for f in dim) for dim in tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """The target of a fused call: called with whole tensors, it computes what its ops compute."""
+
+    body: tuple[BodyOp, ...]
+    outputs: tuple[Source, ...]
+    rule: OpRule
+
+    @cached_property
+    def __name__(self) -> str:
+        text = "".join(f"{op.call.text}{op.sources}{op.rule}{op.factors}" for op in self.body)
+        digest = hashlib.sha256(f"{text}{self.outputs}".encode()).hexdigest()[:8]
+        kinds = dict.fromkeys(_short(op.call) for op in self.body if op.call.operands)
+        return f"fused_{'_'.join([k for k in kinds if k not in _QUIET][:4])}_{digest}"
+
+    def __str__(self) -> str:
+        return self.__name__
+
+    def __call__(self, *tensors: Any) -> Any:
+        made: list[tuple[Any, ...]] = []
+        for op in self.body:
+            operands = [tensors[r] if j < 0 else made[j][r] for j, r in op.sources]
+            results = op.call.target(*bind(op.call.args, operands), **bind(op.call.kwargs, operands))
+            made.append(results if isinstance(results, (tuple, list)) else (results,))
+        found = tuple(made[j][r] for j, r in self.outputs)
+        return found if len(found) > 1 else found[0]
+
+    def peak_bytes(self, extents: Sequence[int]) -> int:
+        """Most bytes of middle values and results alive at once in one block; operands are not counted."""
+        sizes = {
+            (j, r): math.prod(shape) * result.dtype.itemsize
+            for j, op in enumerate(self.body)
+            for r, (shape, result) in enumerate(zip(op.shapes(extents)[1], op.call.results, strict=True))
+            if result is not None and not _is_view(op.call)
+        }
+        last = {source: j for j, op in enumerate(self.body) for source in op.sources}
+        last |= dict.fromkeys(self.outputs, len(self.body))
+        spans = [(at[0], last.get(at, at[0]), size) for at, size in sizes.items()]
+        return max(sum(size for start, end, size in spans if start <= j <= end) for j in range(len(self.body)))
+
+
+_QUIET = frozenset({"t", "view", "_unsafe_view", "transpose", "permute", "expand", "unsqueeze", "clone"})
+
+
+def _short(call: OpCall) -> str:
+    return str(call.target).removeprefix("aten.").split(".")[0]
+
+
+def _is_view(call: OpCall) -> bool:
+    return bool(getattr(call.target, "is_view", False)) or _short(call) in _QUIET
+
+
+def compose(
+    body: Sequence[BodyOp], operands: Sequence[Atoms], results: dict[Source, Atoms], outputs: Sequence[Source]
+) -> Region | None:
+    """The region of these ops, or None where no factor runs through all of its products.
+
+    `operands`, `results`: the atoms of the values it reads and makes.
+    """
+    dims = _Dims(body, operands, results)
+    kinds = _kinds(body, dims, outputs)
+    loops = _common(body, dims) & {c for c, kind in kinds.items() if kind != WHOLE}
+    if not loops:
+        return None
+    number = {c: i for i, c in enumerate(kinds)}
+    factors = tuple(
+        Factor(f"f{i}", dims.size[c], kinds[c] if c in loops else WHOLE) for i, c in enumerate(kinds)
+    )
+    rule = OpRule(
+        factors,
+        tuple(dims.tensor((-1, i), number) for i in range(len(operands))),
+        tuple(dims.tensor(source, number) for source in outputs),
+        loops=frozenset(number[c] for c in loops),
+        tiles=frozenset(number[c] for c in loops),
+    )
+    named = tuple(
+        BodyOp(op.name, op.call, op.rule, op.sources, tuple(number[dims.of(j, f)] for f in range(len(op.rule.factors))))
+        for j, op in enumerate(body)
+    )
+    return Region(named, tuple(outputs), rule)
+
+
+Node = tuple[object, ...]
+
+
+class _Dims:
+    """Which loop dims of the ops, and which atoms of the values, are the same."""
+
+    def __init__(self, body: Sequence[BodyOp], operands: Sequence[Atoms], results: dict[Source, Atoms]) -> None:
+        self.parent: dict[Node, Node] = {}
+        self.size: dict[Node, int] = {}
+        self.whole: set[Node] = set()
+        self.atoms: dict[Source, Atoms] = {(-1, i): atoms for i, atoms in enumerate(operands)} | results
+        for source, atoms in self.atoms.items():
+            for d, sizes in enumerate(atoms):
+                for a, size in enumerate(sizes):
+                    self._add(("value", source, d, a), size)
+        for j, op in enumerate(body):
+            for f, factor in enumerate(op.rule.factors):
+                self._add(("op", j, f), factor.size)
+        for j, op in enumerate(body):
+            for source, tensor in zip(op.sources, op.rule.inputs, strict=True):
+                self._join(j, op.rule, source, tensor)
+            for r, tensor in enumerate(op.rule.outputs):
+                if (j, r) in self.atoms:
+                    self._join(j, op.rule, (j, r), tensor)
+        self.size = {self.find(node): size for node, size in self.size.items()}
+        self.whole = {self.find(node) for node in self.whole}
+
+    def _add(self, node: Node, size: int) -> None:
+        self.parent[node] = node
+        self.size[node] = size
+
+    def find(self, node: Node) -> Node:
+        while self.parent[node] != node:
+            node = self.parent[node]
+        return node
+
+    def of(self, j: int, f: int) -> Node:
+        """The dim that factor f of op j is."""
+        return self.find(("op", j, f))
+
+    def _join(self, j: int, rule: OpRule, source: Source, tensor: TensorMap) -> None:
+        for d, (sizes, factors) in enumerate(zip(self.atoms[source], tensor, strict=True)):
+            atoms: list[Node] = [("value", source, d, a) for a, size in enumerate(sizes) if size > 1]
+            loops: list[Node] = [("op", j, f) for f in factors if rule.factors[f].size > 1]
+            if [self.size[x] for x in atoms] != [self.size[x] for x in loops]:
+                self.whole.update(atoms, loops)
+                continue
+            for one, two in zip(atoms, loops, strict=True):
+                self.parent[self.find(one)] = self.find(two)
+
+    def tensor(self, source: Source, number: dict[Node, int]) -> TensorMap:
+        return tuple(tuple(number[c] for c in self.of_dim(source, d)) for d in range(len(self.atoms[source])))
+
+    def of_dim(self, source: Source, d: int) -> list[Node]:
+        sizes = self.atoms[source][d]
+        return [self.find(("value", source, d, a)) for a, size in enumerate(sizes) if size > 1]
+
+    def has(self, source: Source, c: Node) -> bool:
+        return any(c in self.of_dim(source, d) for d in range(len(self.atoms[source])))
+
+
+def _common(body: Sequence[BodyOp], dims: _Dims) -> set[Node]:
+    """Dims that all products have."""
+    products = [j for j, op in enumerate(body) if any(factor.kind == SUM for factor in op.rule.factors)]
+    heavy = [j for j in products if len(body[j].call.operands) == 2]
+    found = [{dims.of(j, f) for f, factor in enumerate(body[j].rule.factors) if factor.size > 1} for j in heavy]
+    return set.intersection(*found) if found else set()
+
+
+FREE, HAS, PENDING = "free", "has", "pending"
+
+
+def _kinds(body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source]) -> dict[Node, str]:
+    """Kind of each dim of the region, in the order in which its ops meet them."""
+    members: dict[Node, list[tuple[int, int]]] = {}
+    for j, op in enumerate(body):
+        for f in range(len(op.rule.factors)):
+            members.setdefault(dims.of(j, f), []).append((j, f))
+    for source, atoms in dims.atoms.items():
+        for d in range(len(atoms)):
+            for c in dims.of_dim(source, d):
+                members.setdefault(c, [])
+    return {c: _kind(body, dims, outputs, c, at) for c, at in members.items()}
+
+
+def _kind(
+    body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source], c: Node, at: list[tuple[int, int]]
+) -> str:
+    """Whether blocks of a dim concatenate, add up, or must not be cut."""
+    once = len({j for j, _ in at}) == len(at)  # an op in which it is two dims needs it whole
+    if c in dims.whole or not at or not once or any(body[j].rule.factors[f].kind not in (PARALLEL, SUM) for j, f in at):
+        return WHOLE
+    states: dict[Source, str] = {
+        source: HAS if dims.has(source, c) else FREE for source in dims.atoms if source[0] < 0
+    }
+    own = dict(at)
+    for j, op in enumerate(body):
+        made = _state(op, own.get(j), [states[source] for source in op.sources])
+        if made is None:
+            return WHOLE
+        for r in range(len(op.rule.outputs)):
+            states[j, r] = HAS if (j, r) in dims.atoms and dims.has((j, r), c) else made
+            if j in own and states[j, r] == FREE:
+                return WHOLE
+    found = {states[source] for source in outputs}
+    if PENDING in found:
+        return WHOLE if FREE in found else SUM
+    return PARALLEL if found == {HAS} else WHOLE
+
+
+def _state(op: BodyOp, f: int | None, operands: list[str]) -> str | None:
+    """What results that lack a dim are: free of it, or a pending sum over it; None where blocks do not add up.
+
+    `f`: the op's own factor that is the dim. `operands`: what its operands are.
+    """
+    pending = {i for i, state in enumerate(operands) if state == PENDING}
+    if f is not None:
+        return None if pending else PENDING if op.rule.factors[f].kind == SUM else FREE
+    if not pending:
+        return FREE
+    carries = any(pending == set(linear) for linear in op.rule.linear)
+    return PENDING if carries else None

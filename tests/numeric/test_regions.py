@@ -1,0 +1,92 @@
+"""Fused regions: the middle of an MLP exists one block at a time. Every strategy is executed on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from forced import Step
+from stpart_compiler.capture import Captured
+from stpart_compiler.compile import annotate, fuse
+from stpart_compiler.ir.mesh import parse_mesh
+from stpart_compiler.passes.propagate import Annotated, OpNode
+from stpart_compiler.passes.rules.region import Region
+from stpart_compiler.passes.strategies import enumerate_strategies
+
+
+class Gated(nn.Module):
+    """SwiGLU with biases between a norm and a residual."""
+
+    def __init__(self, width: int, middle: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.up, self.down = nn.Linear(width, middle), nn.Linear(width, middle, False), nn.Linear(middle, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+class Plain(nn.Module):
+    """Two linear layers around a GELU, the first input being a result too."""
+
+    def __init__(self, width: int, middle: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, middle), nn.Linear(middle, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
+
+
+def _fused(captured: Captured) -> Annotated:
+    found = fuse(annotate(captured))
+    assert found is not None, "no region found"
+    return found
+
+
+def _step(make: Callable[[int, int], nn.Module], sizes: tuple[int, int, int, int]) -> Step:
+    batch, length, width, middle = sizes
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), make(width, middle)).double()
+    weight = torch.randn(length, width, dtype=torch.float64)
+    return Step(model, torch.randn(batch, length, width, dtype=torch.float64), lambda y: (y * weight).sum(), _fused)
+
+
+CASES = {
+    "gated": lambda: _step(Gated, (4, 6, 8, 12)),
+    "gated-uneven": lambda: _step(Gated, (3, 5, 7, 10)),
+    "plain": lambda: _step(Plain, (4, 8, 6, 16)),
+    "plain-uneven": lambda: _step(Plain, (2, 7, 5, 9)),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def step(request: pytest.FixtureRequest) -> Step:
+    return CASES[request.param]()
+
+
+def _regions(graph: Annotated) -> list[OpNode]:
+    return [op for op in graph.ops if isinstance(op.call.target, Region)]
+
+
+@pytest.mark.parametrize("spec", [1, 2, 3, 4, (2, 2), (2, 3)], ids=str)
+def test_every_strategy_of_the_regions(step: Step, spec: object) -> None:
+    mesh = parse_mesh(spec)
+    regions = _regions(step.graph)
+    assert [op.name in step.graph.backward for op in regions] == [False, True]
+    options = {op.name: enumerate_strategies(op.rule, mesh, op.movable) for op in regions}
+    for i in range(max(map(len, options.values()))):
+        step.check(mesh, {name: found[i % len(found)] for name, found in options.items()})
+
+
+def test_middle_is_not_kept_for_backward(step: Step) -> None:
+    """Nothing that backward reads of forward has the middle dim."""
+    graph = step.graph
+    middle = max(max(info.info.shape) for info in graph.captured.params)
+    read = {key for op in graph.ops if op.name in graph.backward for key in op.operands}
+    saved = [graph.values[key] for key in read if graph.values[key].kind == "op" and key[0] not in graph.backward]
+    assert saved
+    assert all(middle not in value.shape for value in saved)
