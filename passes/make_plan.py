@@ -13,6 +13,7 @@ from stpart_compiler.ir.plan import Plan, PlanRow
 from stpart_compiler.ir.spacetime import Strategy
 from stpart_compiler.passes.problem import Assignment, BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated, OpNode
+from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
 from stpart_compiler.passes.space import BuildSpace, Costs, Restriction, Space
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
@@ -81,10 +82,10 @@ class MakePlan:
         return replace(restriction, layouts=whole_layouts) if self.whole_parameters else restriction
 
     def _yardsticks(self, graph: Annotated, progress: Progress) -> dict[str, tuple[Space, Problem, Solution]]:
-        """Every template that applies and fits."""
+        """Every template that applies and fits; on a graph with regions those that are made for it."""
         found = {}
         for chosen in TEMPLATES.values():
-            if chosen.applies(self.costs.mesh) is not None:
+            if chosen.applies(self.costs.mesh) is not None or chosen.fused != is_fused(graph):
                 continue
             try:
                 found[chosen.name] = self._template(graph, chosen)
@@ -105,6 +106,11 @@ class MakePlan:
             if best is None or seconds < best[0]:
                 best = (seconds, hint)
         return best[1] if best else None
+
+
+def is_fused(graph: Annotated) -> bool:
+    """Whether the graph has regions."""
+    return any(isinstance(members[0].call.target, Region) for members in graph.classes)
 
 
 def strategy_of(space: Space, choice: Assignment, klass: int) -> tuple[int, Strategy]:
@@ -153,6 +159,7 @@ def _plan(
         bound_seconds=solution.bound,
         memory={"solver estimate": memory_bytes(problem, solution.choice)},
         yardsticks=yardsticks,
+        fused=is_fused(graph),
         replicated_ops=sorted({str(op.call.target) for op in graph.ops if not op.has_rule}),
         solver={
             "status": solution.status,
@@ -160,6 +167,7 @@ def _plan(
             "first_plan_s": round(solution.first_s, 3),
             "seed": options.seed,
             "cluster": space.costs.cluster.name,
+            "memory_binds": solution.memory_binds,
         },
     )
 

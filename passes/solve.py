@@ -48,6 +48,7 @@ class Solution:
     status: str
     wall_s: float
     first_s: float = 0.0
+    memory_binds: bool = False
 
 
 class InfeasibleError(ValueError):
@@ -81,7 +82,8 @@ class Solve:
             progress(f"bound {first:.1f} s: plan found, within {100 * (1 - bound.lower / best):.1f} % of the bound")
         near = _proven(problem, bound, self.options.gap)
         if bound.choice is not None and near and (not self.polish_s or _settled(problem, bound)):
-            return Solution(bound.choice, evaluate(problem, bound.choice), bound.lower, "BOUNDED", first, first)
+            seconds = evaluate(problem, bound.choice)
+            return Solution(bound.choice, seconds, bound.lower, "BOUNDED", first, first, bound.memory_binds)
         model = _Model(problem, bound)
         if self.memory_limit is not None:
             model.add_memory(self.memory_limit)
@@ -104,7 +106,8 @@ class Solve:
             choice = bound.choice
         seconds = evaluate(problem, choice)
         first = first if bound.choice is not None else watch.first or wall
-        return Solution(choice, seconds, min(seconds, lower), solver.status_name(status), wall, first)
+        name = solver.status_name(status)
+        return Solution(choice, seconds, min(seconds, lower), name, wall, first, bound.memory_binds)
 
     def _solver(self, limit: float) -> cp_model.CpSolver:
         solver = cp_model.CpSolver()

@@ -12,6 +12,7 @@ from stpart_compiler.ir.layout import Digit, Layout, max_local_numel
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.spacetime import MOVE, STAY, Strategy, derive
 from stpart_compiler.passes.propagate import OpNode, ValueInfo
+from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.space import Restriction
 from stpart_compiler.passes.strategies import is_contraction
 
@@ -25,6 +26,7 @@ class Template:
     restriction: Restriction
     applies: Callable[[Mesh], str | None]
     weights_stay: bool = False  # parameters are used where they rest: no gathering of weights
+    fused: bool = False  # for the graph in which regions are one op each
 
 
 def _axes(digits: tuple[Digit, ...]) -> set[str]:
@@ -115,6 +117,15 @@ def _ring_role(op: OpNode, strategy: Strategy) -> bool:
     return spatial <= op.data and strategy.time_factor not in op.data
 
 
+def _metp(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    """Tokens are cut; keys and values go round in attention, weights in regions and linear layers (METP)."""
+    if not op.rule.loops:
+        return _ring(op, strategy, mesh)
+    travels = any(port.motion == MOVE for port in derive(op.rule, strategy, mesh).inputs)
+    is_region = isinstance(op.call.target, Region)
+    return travels and (_ring_role(op, strategy) if is_region else set(_cut_axes(strategy)) <= op.data)
+
+
 def _primepar(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     """Linear layers: the summed dim in time over two axes (the result stays, both operands move)."""
     if not _has_weight(op):
@@ -182,6 +193,13 @@ _ALL = (
         True,
     ),
     Template("ring", "weights rotate over token shards", Restriction(_ring, _fully_sharded, _cuts), _always),
+    Template(
+        "metp",
+        "tokens cut; keys and values rotate in attention, weights in MLPs, whose middle is never whole",
+        Restriction(_metp, _fully_sharded, _cuts),
+        _always,
+        fused=True,
+    ),
     Template("primepar", "2-D temporal maps for all linear layers", Restriction(_primepar, _smallest, _cuts), _square),
 )
 TEMPLATES = {template.name: template for template in _ALL}

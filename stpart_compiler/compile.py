@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -104,19 +105,20 @@ def compile_model(
     dumper = Dumper(dump_dir)
     say("capture")
     captured = capture(model, tuple(example_args), dict(example_kwargs or {}), loss_fn=loss_fn, training=training)
-    graph = annotate(captured, dumper)
-    say(f"propagate: {len(graph.ops)} ops in {len(graph.classes)} classes")
-    search = Search(graph, Costs(prices, grid), limit, options, template, restrictions or Restrictions(), device, say)
+    graphs = Graphs(annotate(captured, dumper), dumper)
+    say(f"propagate: {len(graphs.plain.ops)} ops in {len(graphs.plain.classes)} classes")
+    search = Search(graphs, Costs(prices, grid), limit, options, template, restrictions or Restrictions(), device, say)
 
     def solve() -> tuple[Plan, Programs]:
         if plan is not None:
-            check_plan(plan, graph, asked)
+            check_plan(plan, graphs.of(plan.fused), asked)
             return search.checked(plan)
         return search.run()
 
     decided, programs = agree_on_plan(solve, search.checked)
     dumper.plan(decided)
     dumper.programs(programs.artifacts)
+    graph = graphs.of(decided.fused)
     return CompiledModel(decided, programs.interface, programs.artifacts, graph, programs.placement, model)
 
 
@@ -176,11 +178,27 @@ def _two_axes(mesh: Mesh) -> Mesh:
     return Mesh((wide[0][0], name), (wide[0][1], math.prod(size for _, size in inner)))
 
 
+@dataclasses.dataclass
+class Graphs:
+    """The annotated graph of a step, op by op and with its regions as one op each."""
+
+    plain: Annotated
+    dumper: Dumper
+
+    @functools.cached_property
+    def fused(self) -> Annotated | None:
+        """None where there are no regions."""
+        return fuse(self.plain, self.dumper)
+
+    def of(self, fused: bool) -> Annotated:
+        return (self.fused if fused else None) or self.plain
+
+
 @dataclasses.dataclass(frozen=True)
 class Search:
     """Solve, generate, and compare the exact peak with the limit."""
 
-    graph: Annotated
+    graphs: Graphs
     costs: Costs
     limit: int
     options: SolverOptions
@@ -190,6 +208,29 @@ class Search:
     say: Progress
 
     def run(self) -> tuple[Plan, Programs]:
+        """The cheapest plan that fits. Where memory is short, regions may keep less, and run again what they do not."""
+        if self.template is not None:
+            return self._run(self.graphs.of(named_template(self.template).fused))
+        short: InfeasibleError | None = None
+        found: list[tuple[Plan, Programs]] = []
+        try:
+            found.append(self._run(self.graphs.plain))
+        except InfeasibleError as error:
+            short = error
+        if found and not found[0][0].solver["memory_binds"]:
+            return found[0]
+        if self.graphs.fused is not None:
+            self.say("memory is short: solving with regions that keep nothing of their middle")
+            try:
+                found.append(self._run(self.graphs.fused))
+            except InfeasibleError as error:
+                short = error if short is None or error.least < short.least else short
+        if not found:
+            assert short is not None
+            raise short
+        return _cheapest(found)
+
+    def _run(self, graph: Annotated) -> tuple[Plan, Programs]:
         """Where the programs' exact peak is over the limit, solve again with less room.
 
         The solver estimates memory; where it finds nothing, the leanest plan may still fit.
@@ -197,16 +238,16 @@ class Search:
         room = self.limit
         for _ in range(MEMORY_ROUNDS):
             try:
-                plan, programs, over = self._attempt(room)
+                plan, programs, over = self._attempt(graph, room)
             except InfeasibleError as error:
-                return self._leanest(error.least)
+                return self._leanest(graph, error.least)
             if over <= 0:
                 return plan, programs
             self.say(f"the programs' peak is {format_bytes(over)} over the limit: solving again with less room")
             room = max(0, room - over - self.limit // 200)
         raise _over_limit(plan, self.limit)
 
-    def _leanest(self, least: int) -> tuple[Plan, Programs]:
+    def _leanest(self, graph: Annotated, least: int) -> tuple[Plan, Programs]:
         """Programs of the plans that need least by the solver's estimate: the first that fit.
 
         Raises:
@@ -214,16 +255,16 @@ class Search:
         """
         tried: list[Plan] = []
         for slack in LEAN_SLACKS:
-            plan, programs, over = self._attempt(round(least * slack))
+            plan, programs, over = self._attempt(graph, round(least * slack))
             if over <= 0:
                 return plan, programs
             tried.append(plan)
         raise _over_limit(min(tried, key=lambda plan: plan.memory["peak"]), self.limit)
 
-    def _attempt(self, room: int) -> tuple[Plan, Programs, int]:
+    def _attempt(self, graph: Annotated, room: int) -> tuple[Plan, Programs, int]:
         """A plan within `room` bytes by the solver's estimate, and how far its programs are over the limit."""
         maker = MakePlan(self.costs, self.options, room, self.template, self.restrictions.whole_parameters)
-        plan = maker.apply(self.graph, self.say)
+        plan = maker.apply(graph, self.say)
         programs = self._build(plan)
         return plan, programs, _record_memory(plan, programs, self.options) - self.limit
 
@@ -235,7 +276,16 @@ class Search:
         return plan, programs
 
     def _build(self, plan: Plan) -> Programs:
-        return BuildPrograms(self.costs.link, self.device).apply(self.graph, plan, self.say)
+        return BuildPrograms(self.costs.link, self.device).apply(self.graphs.of(plan.fused), plan, self.say)
+
+
+def _cheapest(found: list[tuple[Plan, Programs]]) -> tuple[Plan, Programs]:
+    """The cheaper of the plans, with the yardsticks of all."""
+    plan, programs = min(found, key=lambda pair: pair[0].seconds)
+    for other, _ in found:
+        plan.yardsticks |= other.yardsticks
+    plan.bound_seconds = min(other.bound_seconds for other, _ in found)
+    return plan, programs
 
 
 def _record_memory(plan: Plan, programs: Programs, options: SolverOptions) -> int:

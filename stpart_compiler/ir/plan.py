@@ -44,7 +44,8 @@ class PlanRow:
 class Plan:
     """Chosen strategies and layouts, reproducible from JSON.
 
-    `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank.
+    `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank. `fused`: made
+    for the graph in which regions (an MLP and its backward) are one op each.
     """
 
     mesh: Mesh
@@ -60,6 +61,7 @@ class Plan:
     yardsticks: dict[str, float]
     replicated_ops: list[str]
     solver: dict[str, Any] = field(default_factory=dict)
+    fused: bool = False
 
     @property
     def gap(self) -> float:
@@ -93,6 +95,7 @@ class Plan:
             "yardsticks": self.yardsticks,
             "replicated_ops": self.replicated_ops,
             "solver": self.solver,
+            "fused": self.fused,
         }
         return json.dumps(data, indent=1)
 
@@ -124,6 +127,7 @@ class Plan:
             yardsticks=data["yardsticks"],
             replicated_ops=data["replicated_ops"],
             solver=data["solver"],
+            fused=data.get("fused", False),
         )
 
     def summary(self) -> str:
