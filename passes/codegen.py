@@ -207,7 +207,9 @@ class PhaseEmitter:
         for inner in region.body:
             local = [operands[r] if j < 0 else made[j][r] for j, r in inner.sources]
             known = [value for value in local if value is not None]
-            made.append(self._op(inner.name, inner.call, inner.block(block.ranges), known, plain=len(inner.call.results) == 1))
+            made.append(
+                self._op(inner.name, inner.call, inner.block(block.ranges), known, plain=len(inner.call.results) == 1)
+            )
         return [made[j][r] for j, r in region.outputs]
 
     def _op(
@@ -220,15 +222,12 @@ class PhaseEmitter:
         kind = "view" if is_view(call.target) else "compute"
         if len(results) > 1 or not plain:
             outs = [
-                (f"{name}_{i}", block.out_shape(i), r.dtype) if r is not None else None
-                for i, r in enumerate(results)
+                (f"{name}_{i}", block.out_shape(i), r.dtype) if r is not None else None for i, r in enumerate(results)
             ]
             return self.builder.call_multi(target, args, kwargs, outs, kind=kind)
         only = results[0]
         assert only is not None
-        value = self.builder.call(
-            target, args, kwargs, shape=block.out_shape(), dtype=only.dtype, stem=name, kind=kind
-        )
+        value = self.builder.call(target, args, kwargs, shape=block.out_shape(), dtype=only.dtype, stem=name, kind=kind)
         if target is aten.t.default:
             self.base[value.name] = operands[0]
         return (value,)

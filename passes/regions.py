@@ -147,7 +147,12 @@ def _after(graph: Annotated, links: _Links, names: set[str]) -> set[str]:
     while todo:
         op = todo.pop()
         inside = all(name in names or name in found for name, _ in op.operands)
-        if op.name in names or op.name in found or not inside or frozenset(range(len(op.operands))) not in op.rule.linear:
+        if (
+            op.name in names
+            or op.name in found
+            or not inside
+            or frozenset(range(len(op.operands))) not in op.rule.linear
+        ):
             continue
         if len({name in graph.backward for name in (op.name, *(name for name, _ in op.operands))}) == 1:
             found.add(op.name)
@@ -288,9 +293,7 @@ class _Rewriter:
             self.copied[old].meta = dict(old.meta)
 
 
-def _ordered(
-    nodes: list[fx.Node], owner: dict[fx.Node, int], reads: list[list[fx.Node]]
-) -> Iterator[fx.Node | int]:
+def _ordered(nodes: list[fx.Node], owner: dict[fx.Node, int], reads: list[list[fx.Node]]) -> Iterator[fx.Node | int]:
     """Nodes outside of regions, and regions by number, each after what it reads, else as before."""
     place = {node: i for i, node in enumerate(nodes)}
     inputs: dict[fx.Node | int, set[fx.Node | int]] = {}

@@ -2,8 +2,8 @@
 
 Per mesh axis: leave the op replicated, cut a factor, or let a pending sum pass. For a contraction also the six 1-D
 temporal maps of each axis, the 2-D temporal maps of each pair of equal axes with skewed forms, and time-only cuts. For
-attention and fused regions the rings of each axis. A temporal map on some axes combines with every spatial choice on the
-others.
+attention and fused regions the rings of each axis. A temporal map on some axes combines with every spatial choice on
+the others.
 """
 
 from __future__ import annotations

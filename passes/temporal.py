@@ -163,7 +163,9 @@ class _Loop:
         fresh = [part for part in made if part is not None]
         kept = [part for parts in self.parts for part in parts]
         if not kept:
-            made = [self._cast(x, dtype) for x, dtype in zip(fresh, merge.dtypes([x.dtype for x in fresh]), strict=True)]
+            made = [
+                self._cast(x, dtype) for x, dtype in zip(fresh, merge.dtypes([x.dtype for x in fresh]), strict=True)
+            ]
         else:
             outs = [(f"{x.name}_m", x.shape, x.dtype) for x in kept]
             made = self.builder.call_multi(merge.merge, (*kept, *fresh), {}, outs)

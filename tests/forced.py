@@ -55,7 +55,9 @@ def _keep(op: OpNode) -> Strategy:
 def programs(step: Step, mesh: Mesh, forced: dict[str, Strategy]) -> tuple[Placement, Schedule, list]:
     graph = step.graph
     strategies = {op.name: forced.get(op.name, _keep(op)) for op in graph.ops}
-    layouts = {(info.node, 0): replicated(info.info.shape) for info in step.graph.captured.params if info.node is not None}
+    layouts = {
+        (info.node, 0): replicated(info.info.shape) for info in step.graph.captured.params if info.node is not None
+    }
     cost = Costs(load_cluster(None), mesh).link
     placement = Placement(graph, mesh, strategies, layouts, cost)
     schedule = MakeSchedule().apply(graph, placement.derived, placement.layout)
@@ -68,7 +70,9 @@ def programs(step: Step, mesh: Mesh, forced: dict[str, Strategy]) -> tuple[Place
 def run(step: Step, mesh: Mesh, forced: dict[str, Strategy]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     _, schedule, pairs = programs(step, mesh, forced)
     known = {info.node: dict(step.model.named_parameters())[info.name].detach() for info in step.graph.captured.params}
-    known |= {info.node: dict(step.model.named_buffers())[info.name] for info in step.graph.captured.buffers if info.node}
+    known |= {
+        info.node: dict(step.model.named_buffers())[info.name] for info in step.graph.captured.buffers if info.node
+    }
     known |= {info.node: step.x for info in step.graph.captured.inputs if info.node}
     module = step.graph.captured.gm
     known |= {n.name: getattr(module, n.target) for n in module.graph.nodes if n.op == "get_attr"}

@@ -19,7 +19,16 @@ from stpart_compiler.passes.rules import (
 )
 from stpart_compiler.passes.rules.calls import op_call
 from stpart_compiler.passes.rules.discovery import discovered_rule
-from stpart_compiler.passes.rules.registry import MERGES, Block, OpCall, Operand, empty_call, is_void, local_call, rule_of
+from stpart_compiler.passes.rules.registry import (
+    MERGES,
+    Block,
+    OpCall,
+    Operand,
+    empty_call,
+    is_void,
+    local_call,
+    rule_of,
+)
 
 FAMILIES = (
     attention,

@@ -15,7 +15,17 @@ import torch
 
 from stpart_compiler.ir.rule import ONLINE, PARALLEL, SUM, WHOLE, OpRule, TensorMap
 from stpart_compiler.passes.rules.factors import Factors, aligned, maps_of_results
-from stpart_compiler.passes.rules.registry import MERGES, Block, LocalCall, Merge, OpCall, Operand, localized, rule, void
+from stpart_compiler.passes.rules.registry import (
+    MERGES,
+    Block,
+    LocalCall,
+    Merge,
+    OpCall,
+    Operand,
+    localized,
+    rule,
+    void,
+)
 from stpart_compiler.runtime import local_ops
 
 aten = torch.ops.aten

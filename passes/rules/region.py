@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -72,7 +72,7 @@ class Region:
         for op in self.body:
             operands = [tensors[r] if j < 0 else made[j][r] for j, r in op.sources]
             results = op.call.target(*bind(op.call.args, operands), **bind(op.call.kwargs, operands))
-            made.append(results if isinstance(results, (tuple, list)) else (results,))
+            made.append(tuple(results) if isinstance(results, (tuple, list)) else (results,))
         found = tuple(made[j][r] for j, r in self.outputs)
         return found if len(found) > 1 else found[0]
 
@@ -114,9 +114,7 @@ def compose(
     if not loops:
         return None
     number = {c: i for i, c in enumerate(kinds)}
-    factors = tuple(
-        Factor(f"f{i}", dims.size[c], kinds[c] if c in loops else WHOLE) for i, c in enumerate(kinds)
-    )
+    factors = tuple(Factor(f"f{i}", dims.size[c], kinds[c] if c in loops else WHOLE) for i, c in enumerate(kinds))
     rule = OpRule(
         factors,
         tuple(dims.tensor((-1, i), number) for i in range(len(operands))),
@@ -216,16 +214,12 @@ def _kinds(body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source]) -> di
     return {c: _kind(body, dims, outputs, c, at) for c, at in members.items()}
 
 
-def _kind(
-    body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source], c: Node, at: list[tuple[int, int]]
-) -> str:
+def _kind(body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source], c: Node, at: list[tuple[int, int]]) -> str:
     """Whether blocks of a dim concatenate, add up, or must not be cut."""
     once = len({j for j, _ in at}) == len(at)  # an op in which it is two dims needs it whole
     if c in dims.whole or not at or not once or any(body[j].rule.factors[f].kind not in (PARALLEL, SUM) for j, f in at):
         return WHOLE
-    states: dict[Source, str] = {
-        source: HAS if dims.has(source, c) else FREE for source in dims.atoms if source[0] < 0
-    }
+    states: dict[Source, str] = {source: HAS if dims.has(source, c) else FREE for source in dims.atoms if source[0] < 0}
     own = dict(at)
     for j, op in enumerate(body):
         made = _state(op, own.get(j), [states[source] for source in op.sources])

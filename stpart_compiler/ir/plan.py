@@ -44,8 +44,8 @@ class PlanRow:
 class Plan:
     """Chosen strategies and layouts, reproducible from JSON.
 
-    `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank. `fused`: made
-    for the graph in which regions (an MLP and its backward) are one op each.
+    `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank. `fused`:
+    made for the graph in which regions (an MLP and its backward) are one op each.
     """
 
     mesh: Mesh

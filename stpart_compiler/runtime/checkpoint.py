@@ -318,9 +318,5 @@ def _set_optimizer_state(
     """Through `load_state_dict`, which knows where each optimizer wants its step counters."""
     names = {id(param): slot.name for slot, param in module.param_slots()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    by_index = {
-        index: states[names[id(param)]]
-        for index, param in enumerate(params)
-        if names.get(id(param)) in states
-    }
+    by_index = {index: states[names[id(param)]] for index, param in enumerate(params) if names.get(id(param)) in states}
     optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})

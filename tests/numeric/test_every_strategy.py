@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from forced import Step
 from torch import nn
 
-from forced import Step
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.strategies import FULL_SPACE, enumerate_strategies, is_contraction

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from forced import Step
 from torch import nn
 
-from forced import Step
 from stpart_compiler.capture import Captured
 from stpart_compiler.compile import annotate, fuse
 from stpart_compiler.ir.mesh import parse_mesh
@@ -23,7 +23,11 @@ class Gated(nn.Module):
     def __init__(self, width: int, middle: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.gate, self.up, self.down = nn.Linear(width, middle), nn.Linear(width, middle, False), nn.Linear(middle, width)
+        self.gate, self.up, self.down = (
+            nn.Linear(width, middle),
+            nn.Linear(width, middle, False),
+            nn.Linear(middle, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)

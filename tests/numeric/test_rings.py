@@ -1,4 +1,4 @@
-"""Rings: keys and values travel past the queries of attention. Every strategy is executed and compared with one device."""
+"""Rings: keys and values travel past the queries of attention. Every strategy is executed, on every rank."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from forced import Step
 from torch import nn
 
-from forced import Step
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.strategies import enumerate_strategies
@@ -71,7 +71,8 @@ def test_every_ring_of_attention(step: Step, spec: object) -> None:
     mesh = parse_mesh(spec)
     forward, backward = _attention(step)
     options = {
-        op.name: [s for s in enumerate_strategies(op.rule, mesh, op.movable) if s.steps > 1] for op in (forward, backward)
+        op.name: [s for s in enumerate_strategies(op.rule, mesh, op.movable) if s.steps > 1]
+        for op in (forward, backward)
     }
     assert all(options.values()), "no ring"
     for i in range(max(map(len, options.values()))):
