@@ -208,7 +208,7 @@ class PhaseEmitter:
             local = [operands[r] if j < 0 else made[j][r] for j, r in inner.sources]
             known = [value for value in local if value is not None]
             made.append(
-                self._op(inner.name, inner.call, inner.block(block.ranges), known, plain=len(inner.call.results) == 1)
+                self._op(inner.kind, inner.call, inner.block(block.ranges), known, plain=len(inner.call.results) == 1)
             )
         return [made[j][r] for j, r in region.outputs]
 

@@ -85,7 +85,7 @@ class MakePlan:
         """Every template that applies and fits; on a graph with regions those that are made for it."""
         found = {}
         for chosen in TEMPLATES.values():
-            if chosen.applies(self.costs.mesh) is not None or chosen.fused != is_fused(graph):
+            if chosen.applies(self.costs.mesh) is not None or bool(chosen.regions) != is_fused(graph):
                 continue
             try:
                 found[chosen.name] = self._template(graph, chosen)
@@ -159,7 +159,6 @@ def _plan(
         bound_seconds=solution.bound,
         memory={"solver estimate": memory_bytes(problem, solution.choice)},
         yardsticks=yardsticks,
-        fused=is_fused(graph),
         replicated_ops=sorted({str(op.call.target) for op in graph.ops if not op.has_rule}),
         solver={
             "status": solution.status,

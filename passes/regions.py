@@ -39,27 +39,88 @@ class Found:
 
 @dataclass(frozen=True)
 class FuseRegions:
-    """annotated ops -> the captured step with each region as one op; None where there are no regions."""
+    """annotated ops -> the captured step with each region as one op; None where there are no regions.
+
+    `attention`: also around attention, whose loop is one over groups of heads.
+    """
+
+    attention: bool = False
 
     def apply(self, graph: Annotated) -> Captured | None:
-        found = [region for pair in _find(graph) for region in pair]
+        found = [region for pair in _Finder(graph, self.attention).run() for region in pair]
         if not found:
             return None
         return dataclasses.replace(graph.captured, gm=_Rewriter(graph, found).run())
 
 
-def _find(graph: Annotated) -> Iterator[tuple[Found, ...]]:
+class _Finder:
     """Regions of forward with those of backward that belong to them, wide middles first. No op is in two regions."""
-    taken: set[str] = set()
-    links = _Links(graph)
-    forward = [op for op in graph.ops if op.name not in graph.backward and is_contraction(op.rule)]
-    seeds = [(op, f) for op in forward for f in _summed(op)]
-    for op, f in sorted(seeds, key=lambda seed: -seed[0].rule.factors[seed[1]].size):
-        reached = links.reached(op, f) if op.name not in taken else set()
-        made = _regions(graph, links, reached) if reached and not reached & taken else ()
-        taken |= {inner.name for found in made for inner in found.ops}
-        if made:
-            yield made
+
+    def __init__(self, graph: Annotated, attention: bool) -> None:
+        self.graph = graph
+        self.links = _Links(graph, attention)
+        self.known: dict[object, Region | None] = {}  # identical layers have the same regions
+
+    def run(self) -> Iterator[tuple[Found, ...]]:
+        taken: set[str] = set()
+        forward = [op for op in self.graph.ops if op.name not in self.graph.backward and is_contraction(op.rule)]
+        seeds = [(op, f) for op in forward for f in _summed(op)]
+        for op, f in sorted(seeds, key=lambda seed: -seed[0].rule.factors[seed[1]].size):
+            reached = self.links.reached(op, f) if op.name not in taken else set()
+            made = self._regions(reached) if reached and not reached & taken else ()
+            taken |= {inner.name for found in made for inner in found.ops}
+            if made:
+                yield made
+
+    def _regions(self, names: set[str]) -> tuple[Found, ...]:
+        """The region of forward and that of backward; empty unless both have products around a middle."""
+        graph = self.graph
+        names = names | _after(graph, self.links, names)
+        ops = [op for op in graph.ops if op.name in names]
+        forward = [op for op in ops if op.name not in graph.backward]
+        backward = [op for op in ops if op.name in graph.backward]
+        if sum(1 for op in forward if is_contraction(op.rule)) < 2:
+            return ()
+        again = _remade(forward, backward)
+        sets = [(forward, forward), (backward, [*again, *backward])] if backward else [(forward, forward)]
+        found = [self._region(own, body, names) for own, body in sets]
+        return tuple(region for region in found if region is not None) if all(found) else ()
+
+    def _region(self, own: list[OpNode], body: list[OpNode], names: set[str]) -> Found | None:
+        """`own` as one op that runs `body`; None where it would wait for itself, or nothing can be its loop."""
+        graph = self.graph
+        body = _viewed(graph, body)
+        inside = {op.name for op in own}
+        results = _given(graph, inside, names)
+        if not results or _waits_for_itself(graph, inside):
+            return None
+        index = {op.name: j for j, op in enumerate(body)}
+        operands = list(dict.fromkeys(key for op in body for key in op.operands if key[0] not in index))
+        number = {key: i for i, key in enumerate(operands)}
+
+        def source(key: ValueKey) -> Source:
+            return (index[key[0]], key[1]) if key[0] in index else (-1, number[key])
+
+        steps = [BodyOp(op.call, op.rule, tuple(map(source, op.operands))) for op in body]
+        region = self._composed(body, steps, operands, [source(key) for key in results])
+        return None if region is None else Found(own, operands, results, region)
+
+    def _composed(
+        self, body: list[OpNode], steps: list[BodyOp], operands: list[ValueKey], outputs: list[Source]
+    ) -> Region | None:
+        values = self.graph.values
+        given = [values[key].atoms for key in operands]
+        made = {
+            (j, r): values[op.name, r].atoms
+            for j, op in enumerate(body)
+            for r, result in enumerate(op.call.results)
+            if result is not None
+        }
+        texts = tuple((step.call.text, str(step.rule), step.sources) for step in steps)
+        key = (texts, str(given), str(made), tuple(outputs))
+        if key not in self.known:
+            self.known[key] = compose(steps, given, made, outputs)
+        return self.known[key]
 
 
 def _summed(op: OpNode) -> list[int]:
@@ -70,15 +131,16 @@ def _summed(op: OpNode) -> list[int]:
 class _Links:
     """Who makes and who reads each value."""
 
-    def __init__(self, graph: Annotated) -> None:
+    def __init__(self, graph: Annotated, attention: bool) -> None:
         self.graph = graph
+        self.attention = attention
         self.readers: dict[ValueKey, list[tuple[OpNode, int]]] = {}
         for op in graph.ops:
             for port, key in enumerate(op.operands):
                 self.readers.setdefault(key, []).append((op, port))
 
     def reached(self, op: OpNode, factor: int) -> set[str]:
-        """Names of all ops that have a dim; empty where no product makes it, or it is one of data or of attention."""
+        """Names of all ops that have a dim; empty where no product makes it, or it is one of the user's data."""
         ops: set[str] = set()
         seen: set[Place] = set()
         todo: list[tuple[OpNode, int]] = [(op, factor)]
@@ -86,7 +148,7 @@ class _Links:
             at, f = todo.pop()
             if (at.name, f) in seen or at.rule.factors[f].kind == WHOLE:
                 continue
-            if f in at.data or at.rule.loops:
+            if f in at.data or (at.rule.loops and not self.attention):
                 return set()
             seen.add((at.name, f))
             ops.add(at.name)
@@ -124,20 +186,6 @@ class _Links:
             wide = [f for f in tensor[d] if op.rule.factors[f].size > 1]
             if len(wide) == len(self.graph.values[key].atoms[d]):
                 yield op, wide[a]
-
-
-def _regions(graph: Annotated, links: _Links, names: set[str]) -> tuple[Found, ...]:
-    """The region of forward and that of backward; empty unless both have products around a middle."""
-    names = names | _after(graph, links, names)
-    ops = [op for op in graph.ops if op.name in names]
-    forward = [op for op in ops if op.name not in graph.backward]
-    backward = [op for op in ops if op.name in graph.backward]
-    if sum(1 for op in forward if is_contraction(op.rule)) < 2:
-        return ()
-    again = _remade(forward, backward)
-    sets = [(forward, forward), (backward, [*again, *backward])] if backward else [(forward, forward)]
-    found = [_region(graph, own, body, names) for own, body in sets]
-    return tuple(region for region in found if region is not None) if all(found) else ()
 
 
 def _after(graph: Annotated, links: _Links, names: set[str]) -> set[str]:
@@ -186,31 +234,6 @@ def _remade(forward: list[OpNode], backward: list[OpNode]) -> list[OpNode]:
             needed.add(name)
             todo += [maker for maker, _ in inside[name].operands]
     return [op for op in forward if op.name in needed]
-
-
-def _region(graph: Annotated, own: list[OpNode], body: list[OpNode], names: set[str]) -> Found | None:
-    """`own` as one op that runs `body`; None where it would wait for itself, or nothing can be its loop."""
-    body = _viewed(graph, body)
-    inside = {op.name for op in own}
-    results = _given(graph, inside, names)
-    if not results or _waits_for_itself(graph, inside):
-        return None
-    index = {op.name: j for j, op in enumerate(body)}
-    operands = list(dict.fromkeys(key for op in body for key in op.operands if key[0] not in index))
-    number = {key: i for i, key in enumerate(operands)}
-
-    def source(key: ValueKey) -> Source:
-        return (index[key[0]], key[1]) if key[0] in index else (-1, number[key])
-
-    steps = [BodyOp(op.name, op.call, op.rule, tuple(map(source, op.operands))) for op in body]
-    atoms = {
-        (j, r): graph.values[op.name, r].atoms
-        for j, op in enumerate(body)
-        for r, result in enumerate(op.call.results)
-        if result is not None
-    }
-    region = compose(steps, [graph.values[key].atoms for key in operands], atoms, [source(key) for key in results])
-    return None if region is None else Found(own, operands, results, region)
 
 
 def _given(graph: Annotated, inside: set[str], names: set[str]) -> list[ValueKey]:

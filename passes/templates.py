@@ -26,7 +26,7 @@ class Template:
     restriction: Restriction
     applies: Callable[[Mesh], str | None]
     weights_stay: bool = False  # parameters are used where they rest: no gathering of weights
-    fused: bool = False  # for the graph in which regions are one op each
+    regions: str | None = None  # kind of regions that are one op each
 
 
 def _axes(digits: tuple[Digit, ...]) -> set[str]:
@@ -198,7 +198,7 @@ _ALL = (
         "tokens cut; keys and values rotate in attention, weights in MLPs, whose middle is never whole",
         Restriction(_metp, _fully_sharded, _cuts),
         _always,
-        fused=True,
+        regions="mlp",
     ),
     Template("primepar", "2-D temporal maps for all linear layers", Restriction(_primepar, _smallest, _cuts), _square),
 )

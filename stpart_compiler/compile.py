@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +32,9 @@ from stpart_compiler.runtime.agree import agree_on_plan, check_world
 
 MEMORY_ROUNDS = 5
 """How often the solver's memory estimate is corrected by the exact one of the generated programs."""
+
+REGIONS = ("mlp", "all")
+"""Kinds of regions that may be one op each: those around an MLP's middle; those and attention with its projections."""
 
 LEAN_SLACKS = (1.0, 1.02, 1.1)
 """Room given to the solver, relative to the least it knows of, to find programs that really need least."""
@@ -111,14 +113,14 @@ def compile_model(
 
     def solve() -> tuple[Plan, Programs]:
         if plan is not None:
-            check_plan(plan, graphs.of(plan.fused), asked)
+            check_plan(plan, graphs.of(plan.regions), asked)
             return search.checked(plan)
         return search.run()
 
     decided, programs = agree_on_plan(solve, search.checked)
     dumper.plan(decided)
     dumper.programs(programs.artifacts)
-    graph = graphs.of(decided.fused)
+    graph = graphs.of(decided.regions)
     return CompiledModel(decided, programs.interface, programs.artifacts, graph, programs.placement, model)
 
 
@@ -134,10 +136,10 @@ def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:
     return graph
 
 
-def fuse(graph: Annotated, dumper: Dumper | None = None) -> Annotated | None:
-    """The annotated graph with each region as one op; None where there are none."""
+def fuse(graph: Annotated, regions: str = "mlp", dumper: Dumper | None = None) -> Annotated | None:
+    """The annotated graph with each region as one op; None where there are none. `regions`: one of REGIONS."""
     with without_gc():
-        captured = FuseRegions().apply(graph)
+        captured = FuseRegions(attention=regions == "all").apply(graph)
         found = None if captured is None else Propagate().apply(captured)
     if found is not None:
         (dumper or Dumper(None)).annotated(found)
@@ -184,14 +186,17 @@ class Graphs:
 
     plain: Annotated
     dumper: Dumper
+    known: dict[str, Annotated | None] = dataclasses.field(default_factory=dict)
 
-    @functools.cached_property
-    def fused(self) -> Annotated | None:
-        """None where there are no regions."""
-        return fuse(self.plain, self.dumper)
+    def fused(self, regions: str) -> Annotated | None:
+        """With regions of a kind in REGIONS; None where there are none."""
+        if regions not in self.known:
+            self.known[regions] = fuse(self.plain, regions, self.dumper)
+        return self.known[regions]
 
-    def of(self, fused: bool) -> Annotated:
-        return (self.fused if fused else None) or self.plain
+    def of(self, regions: str | None) -> Annotated:
+        """With these regions, as far as there are any."""
+        return (self.fused(regions) if regions else None) or self.plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,27 +215,24 @@ class Search:
     def run(self) -> tuple[Plan, Programs]:
         """The cheapest plan that fits. Where memory is short, regions may keep less, and run again what they do not."""
         if self.template is not None:
-            return self._run(self.graphs.of(named_template(self.template).fused))
-        short: InfeasibleError | None = None
+            return self._run(named_template(self.template).regions)
         found: list[tuple[Plan, Programs]] = []
-        try:
-            found.append(self._run(self.graphs.plain))
-        except InfeasibleError as error:
-            short = error
-        if found and not found[0][0].solver["memory_binds"]:
-            return found[0]
-        if self.graphs.fused is not None:
-            self.say("memory is short: solving with regions that keep nothing of their middle")
+        short: list[InfeasibleError] = []
+        for regions in (None, *REGIONS):
+            if regions is not None and self.graphs.fused(regions) is None:
+                continue
             try:
-                found.append(self._run(self.graphs.fused))
+                found.append(self._run(regions))
             except InfeasibleError as error:
-                short = error if short is None or error.least < short.least else short
+                short.append(error)
+            if regions is None and found and not found[0][0].solver["memory_binds"]:
+                return found[0]
+            self.say("memory is short: solving with regions that keep nothing of their middle")
         if not found:
-            assert short is not None
-            raise short
+            raise min(short, key=lambda error: error.least)
         return _cheapest(found)
 
-    def _run(self, graph: Annotated) -> tuple[Plan, Programs]:
+    def _run(self, regions: str | None) -> tuple[Plan, Programs]:
         """Where the programs' exact peak is over the limit, solve again with less room.
 
         The solver estimates memory; where it finds nothing, the leanest plan may still fit.
@@ -238,16 +240,16 @@ class Search:
         room = self.limit
         for _ in range(MEMORY_ROUNDS):
             try:
-                plan, programs, over = self._attempt(graph, room)
+                plan, programs, over = self._attempt(regions, room)
             except InfeasibleError as error:
-                return self._leanest(graph, error.least)
+                return self._leanest(regions, error.least)
             if over <= 0:
                 return plan, programs
             self.say(f"the programs' peak is {format_bytes(over)} over the limit: solving again with less room")
             room = max(0, room - over - self.limit // 200)
         raise _over_limit(plan, self.limit)
 
-    def _leanest(self, graph: Annotated, least: int) -> tuple[Plan, Programs]:
+    def _leanest(self, regions: str | None, least: int) -> tuple[Plan, Programs]:
         """Programs of the plans that need least by the solver's estimate: the first that fit.
 
         Raises:
@@ -255,16 +257,17 @@ class Search:
         """
         tried: list[Plan] = []
         for slack in LEAN_SLACKS:
-            plan, programs, over = self._attempt(graph, round(least * slack))
+            plan, programs, over = self._attempt(regions, round(least * slack))
             if over <= 0:
                 return plan, programs
             tried.append(plan)
         raise _over_limit(min(tried, key=lambda plan: plan.memory["peak"]), self.limit)
 
-    def _attempt(self, graph: Annotated, room: int) -> tuple[Plan, Programs, int]:
+    def _attempt(self, regions: str | None, room: int) -> tuple[Plan, Programs, int]:
         """A plan within `room` bytes by the solver's estimate, and how far its programs are over the limit."""
         maker = MakePlan(self.costs, self.options, room, self.template, self.restrictions.whole_parameters)
-        plan = maker.apply(graph, self.say)
+        plan = maker.apply(self.graphs.of(regions), self.say)
+        plan.regions = regions
         programs = self._build(plan)
         return plan, programs, _record_memory(plan, programs, self.options) - self.limit
 
@@ -276,7 +279,7 @@ class Search:
         return plan, programs
 
     def _build(self, plan: Plan) -> Programs:
-        return BuildPrograms(self.costs.link, self.device).apply(self.graphs.of(plan.fused), plan, self.say)
+        return BuildPrograms(self.costs.link, self.device).apply(self.graphs.of(plan.regions), plan, self.say)
 
 
 def _cheapest(found: list[tuple[Plan, Programs]]) -> tuple[Plan, Programs]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,11 +28,15 @@ Atoms = list[list[int]]  # per dim of a tensor, sizes of its atoms
 class BodyOp:
     """One op of a region. `factors[f]`: the factor of the region that its own factor f is."""
 
-    name: str
     call: OpCall
     rule: OpRule
     sources: tuple[Source, ...]
     factors: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """Short name of what it computes, such as mm."""
+        return str(self.call.target).removeprefix("aten.").split(".")[0]
 
     def block(self, ranges: Sequence[tuple[int, int]]) -> Block:
         """The op's part in a block of the region with these index ranges."""
@@ -61,7 +65,7 @@ class Region:
     def __name__(self) -> str:
         text = "".join(f"{op.call.text}{op.sources}{op.rule}{op.factors}" for op in self.body)
         digest = hashlib.sha256(f"{text}{self.outputs}".encode()).hexdigest()[:8]
-        kinds = dict.fromkeys(_short(op.call) for op in self.body if op.call.operands)
+        kinds = dict.fromkeys(op.kind for op in self.body)
         return f"fused_{'_'.join([k for k in kinds if k not in _QUIET][:4])}_{digest}"
 
     def __str__(self) -> str:
@@ -82,7 +86,7 @@ class Region:
             (j, r): math.prod(shape) * result.dtype.itemsize
             for j, op in enumerate(self.body)
             for r, (shape, result) in enumerate(zip(op.shapes(extents)[1], op.call.results, strict=True))
-            if result is not None and not _is_view(op.call)
+            if result is not None and not _is_view(op)
         }
         last = {source: j for j, op in enumerate(self.body) for source in op.sources}
         last |= dict.fromkeys(self.outputs, len(self.body))
@@ -93,12 +97,8 @@ class Region:
 _QUIET = frozenset({"t", "view", "_unsafe_view", "transpose", "permute", "expand", "unsqueeze", "clone"})
 
 
-def _short(call: OpCall) -> str:
-    return str(call.target).removeprefix("aten.").split(".")[0]
-
-
-def _is_view(call: OpCall) -> bool:
-    return bool(getattr(call.target, "is_view", False)) or _short(call) in _QUIET
+def _is_view(op: BodyOp) -> bool:
+    return bool(getattr(op.call.target, "is_view", False)) or op.kind in _QUIET
 
 
 def compose(
@@ -123,7 +123,7 @@ def compose(
         tiles=frozenset(number[c] for c in loops),
     )
     named = tuple(
-        BodyOp(op.name, op.call, op.rule, op.sources, tuple(number[dims.of(j, f)] for f in range(len(op.rule.factors))))
+        replace(op, factors=tuple(number[dims.of(j, f)] for f in range(len(op.rule.factors))))
         for j, op in enumerate(body)
     )
     return Region(named, tuple(outputs), rule)
@@ -153,21 +153,22 @@ class _Dims:
             for r, tensor in enumerate(op.rule.outputs):
                 if (j, r) in self.atoms:
                     self._join(j, op.rule, (j, r), tensor)
-        self.size = {self.find(node): size for node, size in self.size.items()}
-        self.whole = {self.find(node) for node in self.whole}
+        self.root = {node: self._find(node) for node in self.parent}
+        self.size = {self.root[node]: size for node, size in self.size.items()}
+        self.whole = {self.root[node] for node in self.whole}
 
     def _add(self, node: Node, size: int) -> None:
         self.parent[node] = node
         self.size[node] = size
 
-    def find(self, node: Node) -> Node:
+    def _find(self, node: Node) -> Node:
         while self.parent[node] != node:
-            node = self.parent[node]
+            self.parent[node] = node = self.parent[self.parent[node]]
         return node
 
     def of(self, j: int, f: int) -> Node:
         """The dim that factor f of op j is."""
-        return self.find(("op", j, f))
+        return self.root["op", j, f]
 
     def _join(self, j: int, rule: OpRule, source: Source, tensor: TensorMap) -> None:
         for d, (sizes, factors) in enumerate(zip(self.atoms[source], tensor, strict=True)):
@@ -177,14 +178,14 @@ class _Dims:
                 self.whole.update(atoms, loops)
                 continue
             for one, two in zip(atoms, loops, strict=True):
-                self.parent[self.find(one)] = self.find(two)
+                self.parent[self._find(one)] = self._find(two)
 
     def tensor(self, source: Source, number: dict[Node, int]) -> TensorMap:
         return tuple(tuple(number[c] for c in self.of_dim(source, d)) for d in range(len(self.atoms[source])))
 
     def of_dim(self, source: Source, d: int) -> list[Node]:
         sizes = self.atoms[source][d]
-        return [self.find(("value", source, d, a)) for a, size in enumerate(sizes) if size > 1]
+        return [self.root["value", source, d, a] for a, size in enumerate(sizes) if size > 1]
 
     def has(self, source: Source, c: Node) -> bool:
         return any(c in self.of_dim(source, d) for d in range(len(self.atoms[source])))

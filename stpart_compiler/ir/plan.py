@@ -44,8 +44,8 @@ class PlanRow:
 class Plan:
     """Chosen strategies and layouts, reproducible from JSON.
 
-    `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank. `fused`:
-    made for the graph in which regions (an MLP and its backward) are one op each.
+    `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank. `regions`:
+    which regions of the graph are one op each, None: none.
     """
 
     mesh: Mesh
@@ -61,7 +61,7 @@ class Plan:
     yardsticks: dict[str, float]
     replicated_ops: list[str]
     solver: dict[str, Any] = field(default_factory=dict)
-    fused: bool = False
+    regions: str | None = None
 
     @property
     def gap(self) -> float:
@@ -95,7 +95,7 @@ class Plan:
             "yardsticks": self.yardsticks,
             "replicated_ops": self.replicated_ops,
             "solver": self.solver,
-            "fused": self.fused,
+            "regions": self.regions,
         }
         return json.dumps(data, indent=1)
 
@@ -127,7 +127,7 @@ class Plan:
             yardsticks=data["yardsticks"],
             replicated_ops=data["replicated_ops"],
             solver=data["solver"],
-            fused=data.get("fused", False),
+            regions=data.get("regions"),
         )
 
     def summary(self) -> str:

@@ -140,9 +140,10 @@ def test_spatial_template(kind: str, mesh: Any, template: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_ring(kind: str, mesh: Any) -> None:
+@pytest.mark.parametrize("template", ["ring", "metp"])
+def test_ring(kind: str, mesh: Any, template: str) -> None:
     case = _case(kind, "sdpa")
-    compiled = case.compile(mesh, "ring")
+    compiled = case.compile(mesh, template)
     assert _temporal(compiled)
     _check_step(compiled, case)
 
@@ -261,7 +262,7 @@ class Variant:
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("mesh", [2, 3, (2, 2)], ids=str)
-@pytest.mark.parametrize("template", [None, "zero3", "megatron", "ring"], ids=str)
+@pytest.mark.parametrize("template", [None, "zero3", "megatron", "ring", "metp"], ids=str)
 def test_variant(name: str, mesh: Any, template: str | None) -> None:
     variant = Variant(name)
     compiled = st.compile_model(

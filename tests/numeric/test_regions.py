@@ -45,8 +45,23 @@ class Plain(nn.Module):
         return self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
 
 
+class Attention(nn.Module):
+    """Causal grouped-query attention with its projections: the loop is one over groups of heads."""
+
+    def __init__(self, width: int, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.q, self.k, self.v = (nn.Linear(width, heads * dim, bias=False) for heads in (8, 4, 4))
+        self.out = nn.Linear(8 * dim, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
 def _fused(captured: Captured) -> Annotated:
-    found = fuse(annotate(captured))
+    found = fuse(annotate(captured), "all")
     assert found is not None, "no region found"
     return found
 
@@ -64,6 +79,7 @@ CASES = {
     "gated-uneven": lambda: _step(Gated, (3, 5, 7, 10)),
     "plain": lambda: _step(Plain, (4, 8, 6, 16)),
     "plain-uneven": lambda: _step(Plain, (2, 7, 5, 9)),
+    "attention": lambda: _step(Attention, (2, 6, 24, 3)),
 }
 
 
