@@ -104,6 +104,8 @@ class PhaseEmitter:
             keep, self.builder.origin = self.builder.origin, self._relayout_origin(key)
             first = len(self.builder.body)
             found = found.finish()
+            if layout.partial and found is self.have.get((key, self._made_in(key))):
+                found = self._alias(found)
             self._allow_pending(first)
             self.builder.origin = keep
             self.have[(key, layout)] = found
@@ -209,7 +211,7 @@ class PhaseEmitter:
         value = self.builder.call(
             target, args, kwargs, shape=block.out_shape(), dtype=only.dtype, stem=op.name, kind=kind
         )
-        if target is aten.t.default:
+        if op.call.target is aten.t.default:  # also of an empty block, which is not computed: ranks must agree
             self.base[value.name] = operands[0]
         return (value,)
 

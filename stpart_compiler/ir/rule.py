@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 
 PARALLEL = "parallel"
 SUM = "sum"
+MAX = "max"
+MIN = "min"
+LOGSUMEXP = "logsumexp"
 WHOLE = "whole"
+
+COMBINED = frozenset({SUM, MAX, MIN, LOGSUMEXP})
+"""Kinds of factors that results lack when they are cut: results of blocks combine elementwise (ir.combine)."""
 
 DimMap = tuple[int, ...]
 TensorMap = tuple[DimMap, ...]
@@ -20,7 +26,10 @@ TensorMap = tuple[DimMap, ...]
 
 @dataclass(frozen=True)
 class Factor:
-    """A loop dim. `kind`: PARALLEL (blocks concatenate), SUM (block results add up), WHOLE (must not be cut)."""
+    """A loop dim. `kind`: PARALLEL (blocks concatenate), SUM (block results add up), WHOLE (must not be cut).
+
+    MAX, MIN, LOGSUMEXP: like SUM, but the result is the largest, smallest, or logsumexp of block results.
+    """
 
     name: str
     size: int
