@@ -107,6 +107,8 @@ class PhaseEmitter:
             keep, self.builder.origin = self.builder.origin, self._relayout_origin(key)
             first = len(self.builder.body)
             found = found.finish()
+            if layout.partial and found is self.have.get((key, self._made_in(key))):
+                found = self._alias(found)
             self._allow_pending(first)
             self.builder.origin = keep
             self.have[(key, layout)] = found
@@ -228,6 +230,6 @@ class PhaseEmitter:
         only = results[0]
         assert only is not None
         value = self.builder.call(target, args, kwargs, shape=block.out_shape(), dtype=only.dtype, stem=name, kind=kind)
-        if target is aten.t.default:
+        if call.target is aten.t.default:  # also of an empty block, which is not computed: ranks must agree
             self.base[value.name] = operands[0]
         return (value,)

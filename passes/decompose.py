@@ -1,6 +1,7 @@
 """Rewrite ops that can only be cut in pieces: `addmm` as mm and add, `nll_loss_forward` as a gather and sums.
 
-Norms over the batch and some losses are expanded by torch's own decompositions (`passes/expand.py`).
+Softmax has a file of its own (`passes/softmax.py`). Norms over the batch and some losses are expanded by torch's own
+decompositions (`passes/expand.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from stpart_compiler.passes import softmax
 from stpart_compiler.passes.expand import EXPANDED, expansion
 
 aten = torch.ops.aten
@@ -57,9 +59,9 @@ class Inserter:
         new.meta["val"] = _value(new)
         return new
 
-    def turn(self, node: fx.Node, target: Any, *args: Any) -> None:
+    def turn(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> None:
         """The node keeps its name, users and meta, and computes something else to the same effect."""
-        node.target, node.args, node.kwargs = target, args, {}
+        node.target, node.args, node.kwargs = target, args, kwargs
 
 
 def _value(node: fx.Node) -> Any:
@@ -89,7 +91,7 @@ def _nll_loss(at: Inserter) -> None:
     valid = at.add(aten.ne.Scalar, target, ignored)
     safe = at.add(aten.where.ScalarOther, valid, target, 0)
     index = at.add(aten.unsqueeze.default, safe, along)
-    picked = at.add(aten.squeeze.dim, at.add(aten.gather.default, logits, along, index), along)
+    picked = at.add(aten.squeeze.dim, _picked(at, logits, along, index), along)
     weights = at.add(aten._to_copy.default, valid, dtype=logits_val.dtype)
     if weight is not None:
         weights = at.add(aten.mul.Tensor, weights, at.add(aten.index.Tensor, weight, [safe]))
@@ -101,6 +103,14 @@ def _nll_loss(at: Inserter) -> None:
     total, count = at.add(aten.sum.default, losses), at.add(aten.sum.default, weights)
     made = at.add(aten.div.Tensor, total, count) if reduction == MEAN else total
     return _give(at, (made, count))
+
+
+def _picked(at: Inserter, logits: Any, along: int, index: fx.Node) -> fx.Node:
+    """The log-probabilities at an index; of a log_softmax along the same dim without making the others."""
+    parts = softmax.normalized_parts(logits)
+    if parts is None or _tensor(parts[1]).shape != _tensor(index).shape:
+        return at.add(aten.gather.default, logits, along, index)
+    return at.add(aten.sub.Tensor, at.add(aten.gather.default, parts[0], along, index), parts[1])
 
 
 def _expand(at: Inserter) -> None:
@@ -211,6 +221,12 @@ _REWRITES: dict[Any, Callable[[Inserter], None]] = {
     aten.addmm.default: _addmm,
     aten.nll_loss_forward.default: _nll_loss,
     aten.nll_loss2d_forward.default: _nll_loss,
+    aten.nll_loss_backward.default: softmax.nll_loss_backward,
+    aten.nll_loss2d_backward.default: softmax.nll_loss_backward,
+    aten._log_softmax.default: softmax.log_softmax,
+    aten._log_softmax_backward_data.default: softmax.log_softmax_backward,
+    aten._softmax.default: softmax.softmax,
+    aten._softmax_backward_data.default: softmax.softmax_backward,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.native_dropout.default: _dropout,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from stpart_compiler.ir.combine import PAIRWISE
 from stpart_compiler.ir.layout import Range, local_shape
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.placement import Box, extent
@@ -200,7 +201,7 @@ def _grid(boxes: Sequence[Box]) -> Shape:
 
 
 def _exchange(on: _OnRank, value: Value) -> Finish:
-    """Pieces go point to point, one message for each pair of ranks; summands that arrive are added up."""
+    """Pieces go point to point, one message for each pair of ranks; summands that arrive are added up, or combined."""
     tag = on.builder.reserve()
     if not math.prod(on.step.source.shape):
         return lambda: _empty(on, value)
@@ -223,7 +224,7 @@ def _exchange(on: _OnRank, value: Value) -> Finish:
         on.builder.wait(tags, P2P_CHANNEL)
         if not math.prod(extent(after[on.rank])):
             return _empty(on, value)
-        return on.reshape(_sum(on, [on.join([piece(source) for source in summand]) for summand in mine]), on.shape)
+        return on.reshape(_combined(on, [on.join([piece(source) for source in summand]) for summand in mine]), on.shape)
 
     return finish
 
@@ -240,11 +241,11 @@ def _sends(
     return [(parts[part], peer, tag) for peer, part in gives]
 
 
-def _sum(on: _OnRank, summands: Sequence[Value]) -> Value:
+def _combined(on: _OnRank, summands: Sequence[Value]) -> Value:
     total = summands[0]
+    target = PAIRWISE[on.step.source.combine]
     for other in summands[1:]:
-        args = (total, other)
-        total = on.builder.call(aten.add.Tensor, args, shape=total.shape, dtype=total.dtype, stem="summed")
+        total = on.builder.call(target, (total, other), shape=total.shape, dtype=total.dtype, stem="summed")
     return total
 
 

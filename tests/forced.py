@@ -1,17 +1,19 @@
-"""Run a step with forced strategies on all ranks in one process, and compare it with one device."""
+"""Programs made with strategies that a test picks, run on all ranks in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from stpart_compiler.capture import capture
+from stpart_compiler.capture import Captured, capture
 from stpart_compiler.compile import annotate
 from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.ir.layout import gather, replicated, take
 from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.program import RankProgram
 from stpart_compiler.ir.spacetime import Strategy
 from stpart_compiler.passes.codegen import Codegen, Placement
 from stpart_compiler.passes.propagate import Annotated, OpNode
@@ -22,65 +24,64 @@ from stpart_compiler.runtime.lockstep import run_lockstep
 
 
 class Step:
-    """One training step of a model, annotated, and its result on one device."""
+    """A model's step and its result on one device. Without `loss_fn` the model gives the loss."""
 
     def __init__(
         self,
         model: nn.Module,
-        x: torch.Tensor,
-        loss_fn: Callable[[torch.Tensor], torch.Tensor],
-        graph: Callable[..., Annotated] = annotate,
+        args: tuple[torch.Tensor, ...],
+        loss_fn: Callable[[Any], torch.Tensor] | None = None,
+        graph: Callable[[Captured], Annotated] = annotate,
     ) -> None:
         self.model = model
-        self.x = x
-        self.captured = capture(model, (x,), loss_fn=loss_fn)
-        self.graph = graph(self.captured)
-        loss = loss_fn(model(x))
+        self.args = args
+        self.graph = graph(capture(model, args, loss_fn=loss_fn))
+        self.captured = self.graph.captured
+        loss = loss_fn(model(*args)) if loss_fn else model(*args)
         loss.backward()
         self.loss = loss.detach()
         self.grads = {name: p.grad for name, p in model.named_parameters()}
 
-    def check(self, mesh: Mesh, forced: dict[str, Strategy], tolerance: float = 1e-10) -> None:
-        """Assert that loss and gradients are those of one device."""
-        loss, grads = run(self, mesh, forced)
+    def check(self, mesh: Mesh, forced: dict[str, Strategy]) -> None:
+        """Assert that with these strategies loss and gradients are those of one device."""
         text = {op.name: forced[op.name].describe(op.rule) for op in self.graph.ops if op.name in forced}
-        assert close(loss, self.loss, tolerance), text
-        assert all(close(grads[name], grad, tolerance) for name, grad in self.grads.items()), text
+        assert is_exact(self, *run(self, mesh, forced)), text
 
 
-def _keep(op: OpNode) -> Strategy:
+def keep(op: OpNode) -> Strategy:
     return Strategy(tuple(() for _ in op.rule.factors))
 
 
-def programs(step: Step, mesh: Mesh, forced: dict[str, Strategy]) -> tuple[Placement, Schedule, list]:
+def programs(
+    step: Step, mesh: Mesh, forced: dict[str, Strategy]
+) -> tuple[Schedule, list[tuple[RankProgram, RankProgram]]]:
+    """Programs in which the named ops have the given strategies, and all others run whole on every rank."""
     graph = step.graph
-    strategies = {op.name: forced.get(op.name, _keep(op)) for op in graph.ops}
-    layouts = {
-        (info.node, 0): replicated(info.info.shape) for info in step.graph.captured.params if info.node is not None
-    }
+    strategies = {op.name: forced.get(op.name, keep(op)) for op in graph.ops}
+    layouts = {(info.node, 0): replicated(info.info.shape) for info in step.captured.params if info.node is not None}
     cost = Costs(load_cluster(None), mesh).link
     placement = Placement(graph, mesh, strategies, layouts, cost)
     schedule = MakeSchedule().apply(graph, placement.derived, placement.layout)
-    pairs = [Codegen(torch.device("cpu")).apply(placement, schedule, rank) for rank in range(mesh.world_size)]
+    pairs = []
+    for rank in range(mesh.world_size):
+        forward, backward = Codegen(torch.device("cpu")).apply(placement, schedule, rank)
+        assert backward is not None
+        pairs.append((forward, backward))
     verify_programs([pair[0] for pair in pairs])
     verify_programs([pair[1] for pair in pairs])
-    return placement, schedule, pairs
+    return schedule, pairs
 
 
 def run(step: Step, mesh: Mesh, forced: dict[str, Strategy]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    _, schedule, pairs = programs(step, mesh, forced)
-    known = {info.node: dict(step.model.named_parameters())[info.name].detach() for info in step.graph.captured.params}
-    known |= {
-        info.node: dict(step.model.named_buffers())[info.name] for info in step.graph.captured.buffers if info.node
-    }
-    known |= {info.node: step.x for info in step.graph.captured.inputs if info.node}
-    module = step.graph.captured.gm
-    known |= {n.name: getattr(module, n.target) for n in module.graph.nodes if n.op == "get_attr"}
+    """Loss and gradients by name."""
+    schedule, pairs = programs(step, mesh, forced)
+    assert schedule.backward is not None
+    known = _known(step)
     given = [
         [take(known[key[0]], layout, mesh, rank) for key, layout in schedule.forward.inputs]
         for rank in range(mesh.world_size)
     ]
-    first = run_lockstep([pair[0] for pair in pairs], given)
+    first: list[Any] = run_lockstep([pair[0] for pair in pairs], given)
     count = len(schedule.saved)
     tangent = torch.ones((), dtype=torch.float64)
     inputs = []
@@ -91,14 +92,32 @@ def run(step: Step, mesh: Mesh, forced: dict[str, Strategy]) -> tuple[torch.Tens
             for key, layout in schedule.backward.inputs[count:]
         ]
         inputs.append([*saved, *rest])
-    second = run_lockstep([pair[1] for pair in pairs], inputs)
-    names = [name for name, grad in step.graph.captured.grads.items() if grad is not None]
-    grads = {
-        name: gather([out[i] for out in second], schedule.backward.outputs[i][1], mesh) for i, name in enumerate(names)
-    }
-    assert all(torch.equal(out[0], first[0][0]) for out in first)
+    second: list[Any] = run_lockstep([pair[1] for pair in pairs], inputs)
+    names = [name for name, grad in step.captured.grads.items() if grad is not None]
+    outputs = schedule.backward.outputs
+    grads = {name: gather([out[i] for out in second], outputs[i][1], mesh) for i, name in enumerate(names)}
+    assert all(torch.allclose(out[0], first[0][0], rtol=0, atol=0, equal_nan=True) for out in first)
     return first[0][0], grads
 
 
-def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-10) -> bool:
-    return bool((a - b).norm() <= tolerance * max(1.0, float(b.norm())))
+def _known(step: Step) -> dict[str, torch.Tensor]:
+    """Tensors of the joint graph's placeholders and constants."""
+    module = step.captured.gm
+    params = dict(step.model.named_parameters())
+    known = {info.node: params[info.name].detach() for info in step.captured.params if info.node}
+    buffers = dict(step.model.named_buffers())
+    known |= {info.node: buffers[info.name] for info in step.captured.buffers if info.node}
+    known |= {info.node: x for info, x in zip(step.captured.inputs, step.args, strict=True) if info.node}
+    return known | {n.name: getattr(module, n.target) for n in module.graph.nodes if n.op == "get_attr"}
+
+
+def is_exact(step: Step, loss: torch.Tensor, grads: dict[str, torch.Tensor]) -> bool:
+    """Whether loss and gradients are those of one device."""
+    return _close(loss, step.loss) and all(_close(grads[name], grad) for name, grad in step.grads.items())
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not torch.equal(a.isnan(), b.isnan()):
+        return False
+    a, b = a.nan_to_num(), b.nan_to_num()
+    return bool((a - b).norm() <= 1e-10 * max(1.0, float(b.norm())))

@@ -63,12 +63,27 @@ def nll_loss(call: OpCall) -> OpRule:
     return factors.rule(inputs, outputs)
 
 
-@rule(aten.nll_loss_backward.default)
+@rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(call: OpCall) -> OpRule:
-    """(grad, logits, target, weight, reduction, ignore_index, total_weight): rows are independent."""
-    shape = call.operands[1].shape
+    """(grad, logits, target, weight, reduction, ignore_index, total_weight): a block has the targets of its classes."""
     factors = Factors()
-    logits = (*factors.dims(shape[:-1], PARALLEL), factors.dim(shape[-1], WHOLE))
-    grad = aligned(logits[:-1], call.operands[0].shape)
-    weight = [logits[-1:]] if isinstance(call.args[3], Operand) else []
-    return factors.rule((grad, logits, logits[:-1], *weight, ()), (logits,), ((0,),))
+    logits = factors.dims(call.operands[1].shape)
+    along = _classes_at(call)
+    target = (*logits[:along], *logits[along + 1 :])
+    grad = aligned(target, call.operands[0].shape)
+    weight = [logits[along : along + 1]] if isinstance(call.args[3], Operand) else []
+    return factors.rule((grad, logits, target, *weight, ()), (logits,), ((0,),))
+
+
+@localized(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+def nll_loss_backward_block(call: OpCall, block: Block) -> LocalCall:
+    along = _classes_at(call)
+    classes = block.rule.inputs[1][along]
+    if not block.is_cut(classes):
+        return local_ops.contiguous_call, (call.target, *call.args), call.kwargs
+    return local_ops.nll_loss_backward_block, (*call.args, along, block.digits(classes)), {}
+
+
+def _classes_at(call: OpCall) -> int:
+    """Dim of the classes."""
+    return 1 if call.operands[1].ndim > 1 else 0

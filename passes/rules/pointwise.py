@@ -108,6 +108,16 @@ def _filled(call: OpCall) -> LinearSets:
     return ((0,),) if value == 0 else ()
 
 
+def _product_added(call: OpCall) -> LinearSets:
+    """addcmul(x, y, z): in x together with y or with z."""
+    return ((0, 1), (0, 2))
+
+
+def _softmax_taken(call: OpCall) -> LinearSets:
+    """minus_softmax(grad, x, shift, total): in grad together with its sum."""
+    return ((0, 3),)
+
+
 def _copied(call: OpCall) -> LinearSets:
     return ((1,),)
 
@@ -120,4 +130,6 @@ _LINEAR: dict[str, Callable[[OpCall], LinearSets]] = {
     "where": _choice,
     "masked_fill": _filled,
     "copy": _copied,
+    "addcmul": _product_added,
+    "minus_softmax": _softmax_taken,
 }

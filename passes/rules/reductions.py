@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from stpart_compiler.ir.rule import PARALLEL, SUM, WHOLE, OpRule, TensorMap
+from stpart_compiler.ir.rule import LOGSUMEXP, MAX, MIN, PARALLEL, SUM, WHOLE, OpRule, TensorMap
 from stpart_compiler.passes.rules.factors import Factors, normalized
 from stpart_compiler.passes.rules.registry import Block, LocalCall, OpCall, localized, rule
 from stpart_compiler.runtime import local_ops
@@ -14,27 +14,29 @@ from stpart_compiler.runtime import local_ops
 aten = torch.ops.aten
 
 _SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default)
+_COMBINED = {
+    aten.amax.default: MAX,
+    aten.max.default: MAX,
+    aten.any.default: MAX,
+    aten.any.dim: MAX,
+    aten.any.dims: MAX,
+    aten.amin.default: MIN,
+    aten.min.default: MIN,
+    aten.all.default: MIN,
+    aten.all.dim: MIN,
+    aten.all.dims: MIN,
+    aten.logsumexp.default: LOGSUMEXP,
+}
 _WHOLE_REDUCTIONS = (
-    aten.amax.default,
-    aten.amin.default,
-    aten.max.default,
     aten.max.dim,
-    aten.min.default,
     aten.min.dim,
     aten.argmax.default,
     aten.argmin.default,
-    aten.any.default,
-    aten.any.dim,
-    aten.any.dims,
-    aten.all.default,
-    aten.all.dim,
-    aten.all.dims,
     aten.prod.default,
     aten.prod.dim_int,
     aten.var.correction,
     aten.var_mean.correction,
     aten.std.correction,
-    aten.logsumexp.default,
     aten.linalg_vector_norm.default,
 )
 
@@ -43,6 +45,12 @@ _WHOLE_REDUCTIONS = (
 def summed(call: OpCall) -> OpRule:
     """Sum and mean: the reduced dims may be cut, the results of the blocks add up."""
     return _reduction(call, SUM, ((0,),))
+
+
+@rule(*_COMBINED)
+def combined(call: OpCall) -> OpRule:
+    """Largest, smallest, any, all, logsumexp: the reduced dims may be cut, the results of the blocks combine alike."""
+    return _reduction(call, _COMBINED[call.target], ())
 
 
 @rule(*_WHOLE_REDUCTIONS)

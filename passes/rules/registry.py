@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from stpart_compiler.ir.combine import neutral
 from stpart_compiler.ir.layout import Range
-from stpart_compiler.ir.rule import DimMap, OpRule, TensorMap
+from stpart_compiler.ir.rule import COMBINED, SUM, DimMap, OpRule, TensorMap
 from stpart_compiler.runtime import local_ops
 from stpart_compiler.runtime.random_ops import drawn
 
@@ -251,8 +252,12 @@ def _is_empty(call: OpCall, block: Block) -> bool:
 
 
 def empty_call(call: OpCall, block: Block) -> LocalCall:
-    """Results of a block without elements: empty where they are cut alike, else zeros, its share in a sum."""
+    """Results of a block without elements: empty where they are cut alike, else neutral: zeros in a sum."""
     made = [(block.out_shape(i), r.dtype) if r is not None else None for i, r in enumerate(call.results)]
+    kinds = {factor.kind for factor, (low, high) in zip(block.rule.factors, block.ranges, strict=True) if low >= high}
+    other = kinds & (COMBINED - {SUM})
+    if other and made[0]:
+        return local_ops.full_beside, (call.operands[0], *made[0], neutral(other.pop(), made[0][1])), {}
     if len(made) > 1 or _gives_list(call.target):
         return local_ops.zeros_beside, (call.operands[0], made), {}
     return local_ops.zero_beside, (call.operands[0], *(made[0] or ())), {}

@@ -199,7 +199,7 @@ def _given_name(graph: Annotated, key: ValueKey) -> str:
 
 
 def _pending_text(layout: Layout) -> str:
-    return f" sum({', '.join(map(str, layout.partial))})" if layout.partial else ""
+    return layout.pending_text
 
 
 def _dtype(dtype: torch.dtype) -> str:

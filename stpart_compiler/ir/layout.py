@@ -7,7 +7,7 @@ A tensor dim is a product of *atoms* (major to minor; one atom unless a view mad
 
 Several digits cut an atom one after another, each like `torch.chunk` (blocks may be smaller at the end, or empty). An
 axis in no digit: the tensor is replicated over it. Pending digits in `partial` say that the blocks along them are
-summands of the true value.
+summands of the true value, or parts that `combine` to it in another way (ir.combine).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
+from stpart_compiler.ir.combine import PAIRWISE, neutral
 from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.rule import SUM
 
 Range = tuple[int, int]
 
@@ -100,13 +102,15 @@ def chunk_range(size: int, parts: int, index: int) -> Range:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Placement of one tensor: per dim its atoms, and the digits along which it is a pending sum.
+    """Placement of one tensor: per dim its atoms, and the digits along which it is pending: a sum, unless `combine`
+    says otherwise.
 
     Two layouts compare equal when their canonical forms place every block alike.
     """
 
     dims: tuple[tuple[Atom, ...], ...]
     partial: tuple[Digit, ...] = ()
+    combine: str = SUM
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dims", tuple(_merged(atoms) for atoms in self.dims))
@@ -115,6 +119,7 @@ class Layout:
         key = (
             tuple(tuple((atom.size, *map(_digit_key, atom.digits)) for atom in atoms) for atoms in self.dims),
             tuple(map(_digit_key, self.partial)),
+            self.combine if self.partial else SUM,
         )
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
@@ -147,13 +152,13 @@ class Layout:
     def without_partial(self) -> Layout:
         return Layout(self.dims) if self.partial else self
 
-    def with_partial(self, partial: tuple[Digit, ...]) -> Layout:
-        return Layout(self.dims, partial)
-
     def __str__(self) -> str:
         body = ", ".join(_dim_text(atoms) for atoms in self.dims)
-        pending = f" sum({', '.join(str(d) for d in self.partial)})" if self.partial else ""
-        return f"[{body}]{pending}"
+        return f"[{body}]{self.pending_text}"
+
+    @property
+    def pending_text(self) -> str:
+        return f" {self.combine}({', '.join(str(d) for d in self.partial)})" if self.partial else ""
 
     __repr__ = __str__
 
@@ -285,6 +290,7 @@ def split(
     tensor: torch.Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator | None = None
 ) -> list[torch.Tensor]:
     """All ranks' local tensors. Pending sums get random summands of mixed sign that add up to the tensor."""
+    assert layout.combine == SUM or not layout.partial, f"{layout}: only sums are taken apart"
     summands = _summands(tensor, layout, generator)
     return [take(summands[pending_index(layout, mesh, rank)], layout, mesh, rank) for rank in range(mesh.world_size)]
 
@@ -309,20 +315,23 @@ def _indices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def gather(locals_: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
     """The whole tensor from all ranks' local tensors: one holder of each summand of each block is read."""
-    out = torch.zeros([atom.size for atom in layout.atoms], dtype=locals_[0].dtype, device=locals_[0].device)
+    dtype, device = locals_[0].dtype, locals_[0].device
+    combine = layout.combine if layout.partial else SUM
+    sizes = [atom.size for atom in layout.atoms]
+    out = torch.full(sizes, neutral(combine, dtype), dtype=dtype, device=device)
     for summands in holders(layout, mesh).values():
         for ranks in summands.values():
-            _add_block(out, locals_[ranks[0]], block(layout, mesh, ranks[0]))
+            _add_block(out, locals_[ranks[0]], block(layout, mesh, ranks[0]), combine)
     return out.reshape(layout.shape)
 
 
-def _add_block(out: torch.Tensor, local: torch.Tensor, ranges: tuple[Range, ...]) -> None:
+def _add_block(out: torch.Tensor, local: torch.Tensor, ranges: tuple[Range, ...], combine: str) -> None:
     for dim, (start, stop) in enumerate(ranges):
         out = out.narrow(dim, start, stop - start)
-    if out.dtype == torch.bool:
+    if out.dtype == torch.bool and combine == SUM:
         out.logical_or_(local.reshape(out.shape))
     else:
-        out.add_(local.reshape(out.shape))
+        out.copy_(PAIRWISE[combine](out, local.reshape(out.shape)))
 
 
 def digit_to_json(digit: Digit) -> list[Any]:

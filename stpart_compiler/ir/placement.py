@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from stpart_compiler.ir.layout import Atom, Digit, Layout, Range
 from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.rule import SUM
 
 Cuts = tuple[tuple[int, ...], ...]  # per atom, the numbers of its digits, major to minor
 Box = tuple[Range, ...]  # an index range per atom
@@ -51,6 +52,7 @@ class Pair(NamedTuple):
     dim_of: tuple[int, ...]
     source: tuple[int, ...]  # pending digits
     target: tuple[int, ...]
+    combine: str = SUM  # of what is pending in the source
 
 
 class Piece(NamedTuple):
@@ -122,7 +124,8 @@ class Tables:
             atoms += refined
             dim_of += [dim] * len(refined)
         same_sums = a.partial == b.partial or self.classes(a.partial) == self.classes(b.partial)
-        return Pair(tuple(atoms), tuple(dim_of), a.partial, a.partial if same_sums else b.partial)
+        combine = source.combine if source.partial else target.combine
+        return Pair(tuple(atoms), tuple(dim_of), a.partial, a.partial if same_sums else b.partial, combine)
 
     def refine(self, source: tuple[CutAtom, ...], target: tuple[CutAtom, ...]) -> tuple[PairAtom, ...] | None:
         """Atoms of one dim that both cut. None: the sizes form no divisor chain, or a digit fits in no atom."""
@@ -186,7 +189,7 @@ class Tables:
         for dim, atom, cut in zip(pair.dim_of, pair.atoms, placed.cuts, strict=True):
             dims.setdefault(dim, []).append(Atom(atom.size, tuple(self.digits[i] for i in cut)))
         partial = tuple(self.digits[i] for i in placed.partial)
-        return Layout(tuple(tuple(atoms) for atoms in dims.values()), partial)
+        return Layout(tuple(tuple(atoms) for atoms in dims.values()), partial, pair.combine)
 
     def ranges(self, size: int, cut: tuple[int, ...]) -> tuple[Range, ...]:
         """Per rank, its range of an atom."""

@@ -44,8 +44,8 @@ class PlanRow:
 class Plan:
     """Chosen strategies and layouts, reproducible from JSON.
 
-    `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank. `regions`:
-    which regions of the graph are one op each, None: none.
+    `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank.
+    `regions`: which regions of the graph are one op each, None: none.
     """
 
     mesh: Mesh

@@ -88,6 +88,7 @@ class _Pattern(NamedTuple):
     atoms: tuple[PairAtom, ...]
     source: tuple[int, ...]
     target: tuple[int, ...]
+    combine: str
 
 
 @lru_cache(maxsize=50_000)
@@ -103,7 +104,7 @@ def redistribute(source: Layout, target: Layout, mesh: Mesh, cost: StepCost | No
         return Redistribution(source, target, (Step("exchange", source, target),) if source != target else ())
     table = tables(mesh)
     pair = table.pair(source, target)
-    if pair is None:
+    if pair is None or _combine_differently(source, target):
         return min(
             (_joined(source, middle, target, mesh, cost) for middle in _detours(table, source, target)),
             key=lambda plan: _steps_seconds(plan, mesh, cost),
@@ -123,7 +124,7 @@ def redistribution_cost(
         return 0.0
     table = tables(mesh)
     pair = table.pair(source, target)
-    if pair is None:
+    if pair is None or _combine_differently(source, target):
         return _detour_cost(source, target, mesh, itemsize, cost)
     price = cost or PlainCost()
     pattern, scale, _ = _pattern(table, pair)
@@ -151,7 +152,7 @@ def step_traffic(step: Step, mesh: Mesh) -> Traffic:
     assert pair is not None or not math.prod(step.source.shape), f"{step.source} to {step.target} is not one step"
     if pair is None:
         return Traffic(step.kind)
-    leg = find_leg(table, *_ends(pair))
+    leg = find_leg(table, *_ends(pair), pair.combine)
     assert leg is not None and leg.kind == step.kind, f"{step.source} to {step.target} is no {step.kind}"
     return leg.traffic
 
@@ -199,7 +200,12 @@ def _steps_seconds(plan: Redistribution, mesh: Mesh, cost: StepCost | None) -> f
 
 
 def _detours(table: Tables, source: Layout, target: Layout) -> list[Layout]:
-    """Layouts to go through when dims have no common atoms: those dims whole, the others as on either side."""
+    """Layouts to go through when dims have no common atoms: those dims whole, the others as on either side.
+
+    Where both sides are pending, to be combined in different ways: nothing pending.
+    """
+    if _combine_differently(source, target):
+        return [source.without_partial()]
     a, b = table.profile(source), table.profile(target)
     bad = [i for i, atoms in enumerate(zip(a.dims, b.dims, strict=True)) if table.refine(*atoms) is None]
     return [_with_whole(source, bad), _with_whole(target, bad)]
@@ -208,8 +214,14 @@ def _detours(table: Tables, source: Layout, target: Layout) -> list[Layout]:
 def _with_whole(layout: Layout, dims: list[int]) -> Layout:
     shape = layout.shape
     return Layout(
-        tuple((Atom(shape[i]),) if i in dims else atoms for i, atoms in enumerate(layout.dims)), layout.partial
+        tuple((Atom(shape[i]),) if i in dims else atoms for i, atoms in enumerate(layout.dims)),
+        layout.partial,
+        layout.combine,
     )
+
+
+def _combine_differently(source: Layout, target: Layout) -> bool:
+    return bool(source.partial and target.partial) and source.combine != target.combine
 
 
 def _pattern(table: Tables, pair: Pair) -> tuple[_Pattern, int, list[int]]:
@@ -227,7 +239,8 @@ def _pattern(table: Tables, pair: Pair) -> tuple[_Pattern, int, list[int]]:
             atom = PairAtom(least, source, target)
         cut.append((atom, index))
     cut.sort()
-    return _Pattern(tuple([atom for atom, _ in cut]), pair.source, pair.target), scale, [index for _, index in cut]
+    atoms = tuple([atom for atom, _ in cut])
+    return _Pattern(atoms, pair.source, pair.target, pair.combine), scale, [index for _, index in cut]
 
 
 def _cheapest(table: Tables, pattern: _Pattern, scale: int, cost: StepCost) -> tuple[float, _Path]:
@@ -281,7 +294,7 @@ def _step(table: Tables, leg: Leg, a: Layout, b: Layout) -> Step:
     if leg.groups:
         pair = table.pair(a, b)
         assert pair is not None, f"{a} to {b} is not one step"
-        found = find_leg(table, *_ends(pair))
+        found = find_leg(table, *_ends(pair), pair.combine)
         assert found is not None, f"{a} to {b} is not one step"
         leg = found
     return Step(leg.kind, a, b, leg.groups)
@@ -294,16 +307,16 @@ def _paths(table: Tables, pattern: _Pattern) -> Iterator[_Path]:
     target = Placed(tuple(atom.target for atom in pattern.atoms), pattern.target)
     seen: set[tuple[Placed, ...]] = set()
     for stops in _routes(table, source, target):
-        path = _path(table, sizes, tuple(dict.fromkeys(stops)))
+        path = _path(table, sizes, tuple(dict.fromkeys(stops)), pattern.combine)
         if path is not None and path.stops not in seen:
             seen.add(path.stops)
             yield path
 
 
-def _path(table: Tables, sizes: Sizes, stops: tuple[Placed, ...]) -> _Path | None:
+def _path(table: Tables, sizes: Sizes, stops: tuple[Placed, ...], combine: str) -> _Path | None:
     kept, legs, charges = [stops[0]], [], []
     for stop in stops[1:]:
-        leg, scale = _known_leg(table, sizes, kept[-1], stop)
+        leg, scale = _known_leg(table, sizes, kept[-1], stop, combine)
         if leg is None:
             return None
         if leg.kind == "same":
@@ -315,12 +328,13 @@ def _path(table: Tables, sizes: Sizes, stops: tuple[Placed, ...]) -> _Path | Non
     return _Path(tuple(kept), tuple(legs), tuple(charges))
 
 
-def _known_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> tuple[Leg | None, int]:
+def _known_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed, combine: str) -> tuple[Leg | None, int]:
     """The leg of the pattern that two stops make, and the elements for each of its elements."""
     atoms = tuple(map(PairAtom, sizes, a.cuts, b.cuts))
-    pattern, scale, _ = _pattern(table, Pair(atoms, (), a.partial, b.partial))
+    pattern, scale, _ = _pattern(table, Pair(atoms, (), a.partial, b.partial, combine))
     if pattern not in table.legs:
-        table.legs[pattern] = find_leg(table, *_ends(Pair(pattern.atoms, (), pattern.source, pattern.target)))
+        least = Pair(pattern.atoms, (), pattern.source, pattern.target, combine)
+        table.legs[pattern] = find_leg(table, *_ends(least), combine)
     return table.legs[pattern], scale
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stpart_compiler.ir.placement import Box, Piece, Placed, Tables, extent, inside, volume
+from stpart_compiler.ir.rule import SUM
 
 Groups = tuple[tuple[int, ...], ...]
 Sizes = tuple[int, ...]
@@ -63,13 +64,19 @@ class Leg(NamedTuple):
     traffic: Traffic
 
 
-def find_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg | None:
-    """The step from `a` to `b`; None where one step cannot do it."""
+def find_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed, combine: str = SUM) -> Leg | None:
+    """The step from `a` to `b`; None where one step cannot do it.
+
+    Collectives only add: what combines otherwise (it is small, a number for each row) is sent in pieces.
+    """
     new = set(b.partial) - set(a.partial)
     gone = set(a.partial) - set(b.partial)
     here, there = table.boxes(sizes, a.cuts), table.boxes(sizes, b.cuts)
     if new:
+        assert combine == SUM, f"{combine}: only sums begin with blocks of zeros"
         return _local("zero") if not gone and here == there else None
+    if gone and combine != SUM:
+        return _pieces_leg(table, sizes, a, b, "reduce_exchange")
     if gone:
         return _reduction(table, sizes, a, b)
     if here == there:

@@ -12,8 +12,14 @@ from dataclasses import dataclass, replace
 
 PARALLEL = "parallel"
 SUM = "sum"
+MAX = "max"
+MIN = "min"
+LOGSUMEXP = "logsumexp"
 WHOLE = "whole"
 ONLINE = "online"
+
+COMBINED = frozenset({SUM, MAX, MIN, LOGSUMEXP})
+"""Kinds of factors that results lack when they are cut: results of blocks combine elementwise (ir.combine)."""
 
 DimMap = tuple[int, ...]
 TensorMap = tuple[DimMap, ...]
@@ -25,6 +31,7 @@ class Factor:
 
     `kind`: PARALLEL (blocks concatenate), SUM (block results add up), ONLINE (results of one block after another are
     merged as they are made, so that it may be cut in time only), WHOLE (must not be cut).
+    MAX, MIN, LOGSUMEXP: like SUM, but the result is the largest, smallest, or logsumexp of block results.
     """
 
     name: str
@@ -58,7 +65,8 @@ class OpRule:
     @property
     def cuttable(self) -> tuple[int, ...]:
         """Factors that may be cut in space."""
-        return tuple(i for i, factor in enumerate(self.factors) if factor.kind in (PARALLEL, SUM) and factor.size > 1)
+        kept = (WHOLE, ONLINE)
+        return tuple(i for i, factor in enumerate(self.factors) if factor.kind not in kept and factor.size > 1)
 
     def __str__(self) -> str:
         ins = ", ".join(_tensor_text(self, tensor) for tensor in self.inputs)

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from stpart_compiler.ir.layout import Atom, Digit, Layout, Range
 from stpart_compiler.ir.mesh import Mesh
-from stpart_compiler.ir.rule import SUM, OpRule, TensorMap
+from stpart_compiler.ir.rule import COMBINED, SUM, OpRule, TensorMap
 
 Shift = tuple[tuple[str, int], ...]
 
@@ -111,7 +111,8 @@ def _input_port(rule: OpRule, strategy: Strategy, mesh: Mesh, index: int, time: 
 def _output_port(rule: OpRule, strategy: Strategy, mesh: Mesh, tensor: TensorMap, time: int | None) -> Port:
     if not _has_factor(tensor, time):
         pending = _unresolved(rule, strategy, tensor, ())
-        return Port(_layout(rule, strategy, tensor, 0, (*strategy.pending, *pending)))
+        combine = _combine(rule, strategy, tensor)
+        return Port(_layout(rule, strategy, tensor, 0, (*strategy.pending, *pending), combine))
     shift = _shift(strategy, tensor, mesh)
     if shift is None or not shift:
         pending = _unresolved(rule, strategy, tensor, ())
@@ -126,7 +127,24 @@ def _has_factor(tensor: TensorMap, factor: int | None) -> bool:
     return factor is not None and any(factor in dim for dim in tensor)
 
 
-def _layout(rule: OpRule, strategy: Strategy, tensor: TensorMap, t: int | None, partial: tuple[Digit, ...]) -> Layout:
+def _combine(rule: OpRule, strategy: Strategy, tensor: TensorMap) -> str:
+    """How the blocks of a result combine. A result is pending in one way only."""
+    present = {f for dim in tensor for f in dim}
+    cut = [factor.kind for f, factor in enumerate(rule.factors) if strategy.digits[f] and f not in present]
+    kinds = {kind for kind in cut if kind in COMBINED} | ({SUM} if strategy.pending else set())
+    if len(kinds) > 1:
+        raise InvalidStrategyError(f"{strategy.describe(rule)}: the result would be {' and '.join(sorted(kinds))}")
+    return kinds.pop() if kinds else SUM
+
+
+def _layout(
+    rule: OpRule,
+    strategy: Strategy,
+    tensor: TensorMap,
+    t: int | None,
+    partial: tuple[Digit, ...],
+    combine: str = SUM,
+) -> Layout:
     """Layout of a tensor with the time step fixed at `t`, or without the time digit (None)."""
 
     def at_rest(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
@@ -135,7 +153,7 @@ def _layout(rule: OpRule, strategy: Strategy, tensor: TensorMap, t: int | None, 
     dims = tuple(
         tuple(Atom(rule.factors[f].size, at_rest(strategy.digits[f])) for f in dim) or (Atom(1),) for dim in tensor
     )
-    return Layout(dims, partial)
+    return Layout(dims, partial, combine)
 
 
 def _tensor_digits(strategy: Strategy, tensor: TensorMap) -> list[Digit]:
@@ -171,7 +189,7 @@ def _summed_digits(rule: OpRule, strategy: Strategy, tensor: TensorMap) -> list[
     return [
         digit
         for f, digits in enumerate(strategy.digits)
-        if f not in present and rule.factors[f].kind == SUM
+        if f not in present and rule.factors[f].kind in COMBINED
         for digit in digits
     ]
 

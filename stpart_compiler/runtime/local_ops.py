@@ -18,6 +18,8 @@ aten = torch.ops.aten
 
 Span = Sequence[tuple[int, int, int, int]]
 
+MEAN = 1  # torch's code of a loss's `reduction`
+
 
 def block_mean(
     x: torch.Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None = None
@@ -29,6 +31,11 @@ def block_mean(
 def zero_beside(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Result of a block without elements, on the device of x."""
     return x.new_zeros(tuple(shape), dtype=dtype)
+
+
+def full_beside(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, value: float | int | bool) -> torch.Tensor:
+    """Result of a block without elements where results combine otherwise than by addition."""
+    return x.new_full(tuple(shape), value, dtype=dtype)
 
 
 def zeros_beside(
@@ -105,6 +112,30 @@ def mse_loss_block(x: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor
 def mse_loss_backward_block(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
     """Gradient of the mean squared error over `count` elements with respect to a block of x."""
     return grad * (2.0 / count) * (x - y)
+
+
+def nll_loss_backward_block(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignored: int,
+    total_weight: torch.Tensor,
+    along: int,
+    classes: Span,
+) -> torch.Tensor:
+    """Gradient of a block of the log-probabilities: not zero at the targets that are classes of the block.
+
+    grad and target [rows] (grad [] if reduced), logits [rows, block], or with more dims after dim `along`;
+    weight [block].
+    """
+    index, inside = positions_in_block(target, classes)
+    share = -grad if weight is None else -grad * weight[index]
+    if reduction == MEAN:
+        share = share / total_weight
+    share = torch.where(inside & (target != ignored), share, 0)
+    return logits.new_zeros(logits.shape).scatter_(along, index.unsqueeze(along), share.unsqueeze(along))
 
 
 def causal_mask(queries: Span, keys: Span, like: torch.Tensor) -> torch.Tensor:

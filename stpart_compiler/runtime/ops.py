@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from stpart_compiler.runtime import fused_ops as _fused_ops  # noqa: F401  (graphs use them too)
 from stpart_compiler.runtime.engine import current_engine
 
 NAMESPACE = "stpart"

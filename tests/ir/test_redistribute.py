@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.cost_models.communication import LinkCost
+from stpart_compiler.ir.combine import PAIRWISE, neutral
 from stpart_compiler.ir.layout import (
     Atom,
     Digit,
@@ -19,9 +20,11 @@ from stpart_compiler.ir.layout import (
     gather,
     local_shape,
     max_local_numel,
+    pending_index,
     replicated,
     shard,
     split,
+    take,
 )
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.program import Builder, Pending, RankProgram
@@ -34,6 +37,7 @@ from stpart_compiler.ir.redistribute import (
     step_flow,
     step_traffic,
 )
+from stpart_compiler.ir.rule import LOGSUMEXP, MAX, MIN
 from stpart_compiler.passes.emit_fx import emit_fx
 from stpart_compiler.passes.emit_redistribute import emit_redistribution
 from stpart_compiler.passes.verify import verify_programs
@@ -285,3 +289,25 @@ def test_received_volume_is_bounded_by_the_block() -> None:
         steps = redistribute(source, target, SQUARE, PlainCost(0.0)).steps
         received = sum(step_traffic(step, SQUARE).received for step in steps)
         assert received <= max_local_numel(target) <= math.prod(SHAPE)
+
+
+@pytest.mark.parametrize("combine", [MAX, MIN, LOGSUMEXP])
+@pytest.mark.parametrize("target", [at(), at((R,)), at((), (C,)), at(partial=(C,))], ids=str)
+def test_what_does_not_add_up_combines_before_it_is_used(combine: str, target: Layout) -> None:
+    """Parts, some of them neutral, on their way to a whole value, to blocks, and to a pending sum."""
+    generator = torch.Generator().manual_seed(0)
+    source = Layout(shard(SHAPE, {1: (R,)}).dims, (C,), combine)
+    parts = [torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(2)]
+    parts[1][:4] = neutral(combine, torch.float64)
+    whole = PAIRWISE[combine](*parts)
+    locals_ = [
+        take(parts[pending_index(source, SQUARE, rank)[0]], source.without_partial(), SQUARE, rank) for rank in range(4)
+    ]
+    torch.testing.assert_close(gather(locals_, source, SQUARE), whole, rtol=0, atol=1e-14)
+    plan = redistribute(source, target, SQUARE)
+    assert not {step.kind for step in plan.steps} & {"all_reduce", "reduce_scatter"}
+    results = run_lockstep(programs(plan, SQUARE), [[part] for part in locals_])
+    torch.testing.assert_close(gather([out[0] for out in results], target, SQUARE), whole, rtol=0, atol=1e-14)
+    assert redistribution_cost(source, target, SQUARE, 8) > 0
+    assert source != Layout(source.dims, source.partial)
+    assert str(source).endswith(f" {combine}(c)")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forced import Step
+from forced import Step, is_exact, run
 from torch import nn
 
 from stpart_compiler.ir.mesh import parse_mesh
@@ -18,14 +18,19 @@ UNEVEN = (3, 5, 7, 10)
 MESHES = [2, 3, 4, (2, 2), (2, 3), (3, 3), (2, 2, 2)]
 
 
-@pytest.fixture(scope="module", params=[EVEN, UNEVEN], ids=["even", "uneven"])
-def step(request: pytest.FixtureRequest) -> Step:
-    """A linear layer with bias and activation."""
-    batch, rows, inner, columns = request.param
+def linear_layer(sizes: tuple[int, int, int, int]) -> Step:
+    """A linear layer with bias and activation, forward and backward."""
+    batch, rows, inner, columns = sizes
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(inner, columns), nn.Tanh()).double()
+    x = torch.randn(batch, rows, inner, dtype=torch.float64)
     weight = torch.randn(columns, dtype=torch.float64)
-    return Step(model, torch.randn(batch, rows, inner, dtype=torch.float64), lambda y: (y * weight).sum())
+    return Step(model, (x,), lambda y: (y * weight).sum())
+
+
+@pytest.fixture(scope="module", params=[EVEN, UNEVEN], ids=["even", "uneven"])
+def step(request: pytest.FixtureRequest) -> Step:
+    return linear_layer(request.param)
 
 
 def _contractions(step: Step) -> list[OpNode]:
@@ -41,7 +46,8 @@ def test_every_strategy_of_the_matmuls(step: Step, spec: object) -> None:
     options = {op.name: enumerate_strategies(op.rule, mesh, op.movable, space) for op in contractions}
     for i in range(max(map(len, options.values()))):
         forced = {name: found[i % len(found)] for name, found in options.items()}
-        step.check(mesh, forced)
+        text = {op.name: forced[op.name].describe(op.rule) for op in contractions}
+        assert is_exact(step, *run(step, mesh, forced)), text
 
 
 @pytest.mark.parametrize("spec", [2, 3, (2, 2), (2, 3)], ids=str)
@@ -51,4 +57,5 @@ def test_every_strategy_of_the_other_ops(step: Step, spec: object) -> None:
         if is_contraction(op.rule):
             continue
         for strategy in enumerate_strategies(op.rule, mesh, op.movable):
-            step.check(mesh, {op.name: strategy})
+            text = f"{op.name}: {strategy.describe(op.rule)}"
+            assert is_exact(step, *run(step, mesh, {op.name: strategy})), text

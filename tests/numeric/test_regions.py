@@ -71,7 +71,7 @@ def _step(make: Callable[[int, int], nn.Module], sizes: tuple[int, int, int, int
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), make(width, middle)).double()
     weight = torch.randn(length, width, dtype=torch.float64)
-    return Step(model, torch.randn(batch, length, width, dtype=torch.float64), lambda y: (y * weight).sum(), _fused)
+    return Step(model, (torch.randn(batch, length, width, dtype=torch.float64),), lambda y: (y * weight).sum(), _fused)
 
 
 CASES = {

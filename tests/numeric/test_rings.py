@@ -38,7 +38,7 @@ def _step(length: int, heads: int, kv_heads: int, causal: bool, mask: torch.Tens
     torch.manual_seed(0)
     model = Attention(heads, kv_heads, 4, causal, mask).double()
     weight = torch.randn(length, 4, dtype=torch.float64)
-    return Step(model, torch.randn(2, length, 8, dtype=torch.float64), lambda y: (y * weight).sum())
+    return Step(model, (torch.randn(2, length, 8, dtype=torch.float64),), lambda y: (y * weight).sum())
 
 
 def _banded(length: int) -> torch.Tensor:

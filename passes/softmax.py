@@ -1,0 +1,105 @@
+"""Softmax and cross entropy in ops that may be cut along the dim they normalise, such as a vocabulary.
+
+All that a block needs to know of the others is a number for each row, the logsumexp. With it log_softmax is x minus
+that number, what a loss picks of it is picked from x, and nothing of the size of x is written between the two. The
+softmax of attention scores keeps its own kernel: cutting the keys is what fused attention is for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from stpart_compiler.runtime import fused_ops as _fused_ops  # noqa: F401  (defines them)
+
+if TYPE_CHECKING:
+    from stpart_compiler.passes.decompose import Inserter
+
+aten = torch.ops.aten
+fused = torch.ops.stpart_fused
+
+_PRODUCTS_WITH_WEIGHTS = (aten.mm.default, aten.addmm.default)
+_OTHER_PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
+_SAME = (aten.alias.default, aten.detach.default)
+
+
+def log_softmax(at: Inserter) -> None:
+    """x - logsumexp(x)."""
+    x, dim, to_float = at.args
+    if to_float:
+        x = at.add(aten._to_copy.default, x, dtype=torch.float32)
+    if _is_wide(x):
+        at.turn(at.node, aten.sub.Tensor, x, at.add(aten.logsumexp.default, x, [dim], True))
+
+
+def log_softmax_backward(at: Inserter) -> None:
+    """grad - softmax * sum(grad)."""
+    grad, out, dim, dtype = at.args
+    found = normalized_parts(out)
+    if found is None or dtype != _dtype(grad):
+        return
+    total = at.add(aten.sum.dim_IntList, grad, [dim], True)
+    at.turn(at.node, fused.minus_softmax.default, grad, *found, total)
+
+
+def softmax(at: Inserter) -> None:
+    """exp(x - logsumexp(x)), of features that a linear layer makes."""
+    x, dim, to_float = at.args
+    if to_float or not _is_wide(x) or not _of_weights(x):
+        return
+    at.turn(at.node, fused.exp_minus.default, x, at.add(aten.logsumexp.default, x, [dim], True))
+
+
+def softmax_backward(at: Inserter) -> None:
+    """grad * out - out * sum(grad * out)."""
+    grad, out, dim, dtype = at.args
+    if _behind(out).target is not fused.exp_minus.default or dtype != _dtype(grad):
+        return
+    product = at.add(aten.mul.Tensor, grad, out)
+    total = at.add(aten.sum.dim_IntList, product, [dim], True)
+    at.turn(at.node, aten.addcmul.default, product, out, total, value=-1)
+
+
+def nll_loss_backward(at: Inserter) -> None:
+    """Of the log-probabilities only the shape is read: that of the logits will do."""
+    grad, out, *rest = at.args
+    found = normalized_parts(out)
+    if found is not None and found[0].meta["val"].is_contiguous():  # images: as the kernel wants them
+        at.turn(at.node, at.node.target, grad, found[0], *rest)
+
+
+def normalized_parts(out: Any) -> tuple[fx.Node, fx.Node] | None:
+    """x and logsumexp(x) of a log_softmax that was written as their difference."""
+    node = _behind(out)
+    if node.target is not aten.sub.Tensor or node.kwargs:
+        return None
+    x, shift = node.args
+    if isinstance(x, fx.Node) and isinstance(shift, fx.Node) and shift.target is aten.logsumexp.default:
+        return (x, shift) if shift.args[0] is x else None
+    return None
+
+
+def _behind(node: fx.Node) -> fx.Node:
+    while node.target in _SAME:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _of_weights(x: fx.Node) -> bool:
+    """Whether the nearest product that x comes from is one with a weight, not one of activations."""
+    node = x
+    while node.all_input_nodes and node.target not in (*_PRODUCTS_WITH_WEIGHTS, *_OTHER_PRODUCTS):
+        node = node.all_input_nodes[0]
+    return node.target in _PRODUCTS_WITH_WEIGHTS
+
+
+def _is_wide(x: fx.Node) -> bool:
+    """Torch's kernels compute narrower types in float32 inside, which the parts would not."""
+    return _dtype(x) in (torch.float32, torch.float64)
+
+
+def _dtype(x: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = x.meta["val"].dtype
+    return dtype
