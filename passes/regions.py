@@ -64,35 +64,45 @@ class _Finder:
     def run(self) -> Iterator[tuple[Found, ...]]:
         taken: set[str] = set()
         forward = [op for op in self.graph.ops if op.name not in self.graph.backward and is_contraction(op.rule)]
-        seeds = [(op, f) for op in forward for f in _summed(op)]
+        seeds = [(op, f) for op in forward for f in sorted(op.movable - op.data)]
         for op, f in sorted(seeds, key=lambda seed: -seed[0].rule.factors[seed[1]].size):
-            reached = self.links.reached(op, f) if op.name not in taken else set()
-            made = self._regions(reached) if reached and not reached & taken else ()
+            middle = self.links.middle(op, f) if op.name not in taken else None
+            made = self._regions(middle) if middle is not None and not middle.ops & taken else ()
             taken |= {inner.name for found in made for inner in found.ops}
             if made:
                 yield made
 
-    def _regions(self, names: set[str]) -> tuple[Found, ...]:
-        """The region of forward and that of backward; empty unless both have products around a middle."""
+    def _regions(self, middle: Middle) -> tuple[Found, ...]:
+        """The region of forward and that of backward; empty unless both can be run block by block of the middle."""
+        after = _after(self.graph, self.links, middle.ops)
+        return self._pair(middle, middle.ops | after) or (self._pair(middle, middle.ops) if after else ())
+
+    def _pair(self, middle: Middle, names: set[str]) -> tuple[Found, ...]:
         graph = self.graph
-        names = names | _after(graph, self.links, names)
         ops = [op for op in graph.ops if op.name in names]
         forward = [op for op in ops if op.name not in graph.backward]
         backward = [op for op in ops if op.name in graph.backward]
-        if sum(1 for op in forward if is_contraction(op.rule)) < 2:
-            return ()
-        again = _remade(forward, backward)
-        sets = [(forward, forward), (backward, [*again, *backward])] if backward else [(forward, forward)]
-        found = [self._region(own, body, names) for own, body in sets]
+        again = _remade(forward, backward, middle)
+        body = [*again, *backward]
+        made = {op.name for op in body}
+        kept = {key for op in body for key in op.operands if key[0] not in made}
+        found = [self._region(middle, forward, forward, names, kept)]
+        if backward:
+            found.append(self._region(middle, backward, body, names, set()))
         return tuple(region for region in found if region is not None) if all(found) else ()
 
-    def _region(self, own: list[OpNode], body: list[OpNode], names: set[str]) -> Found | None:
-        """`own` as one op that runs `body`; None where it would wait for itself, or nothing can be its loop."""
+    def _region(
+        self, middle: Middle, own: list[OpNode], body: list[OpNode], names: set[str], kept: set[ValueKey]
+    ) -> Found | None:
+        """`own` as one op that runs `body`; None where it would wait for itself, or the middle cannot be its loop.
+
+        `kept`: what the other region reads.
+        """
         graph = self.graph
         body = _viewed(graph, body)
         inside = {op.name for op in own}
-        results = _given(graph, inside, names)
-        if not results or _waits_for_itself(graph, inside):
+        results = _given(graph, inside, names, kept)
+        if not results or len(own) == 1 or middle.values & set(results) or _waits_for_itself(graph, inside):
             return None
         index = {op.name: j for j, op in enumerate(body)}
         operands = list(dict.fromkeys(key for op in body for key in op.operands if key[0] not in index))
@@ -103,7 +113,11 @@ class _Finder:
 
         steps = [BodyOp(op.call, op.rule, tuple(map(source, op.operands))) for op in body]
         region = self._composed(body, steps, operands, [source(key) for key in results])
-        return None if region is None else Found(own, operands, results, region)
+        if region is None or not all(
+            region.body[index[name]].factors[f] in region.rule.loops for name, f in middle.places if name in index
+        ):
+            return None
+        return Found(own, operands, results, region)
 
     def _composed(
         self, body: list[OpNode], steps: list[BodyOp], operands: list[ValueKey], outputs: list[Source]
@@ -123,9 +137,16 @@ class _Finder:
         return self.known[key]
 
 
-def _summed(op: OpNode) -> list[int]:
-    """Feature dims that a product sums over."""
-    return [f for f in sorted(op.movable - op.data) if op.rule.factors[f].kind == SUM]
+@dataclass
+class Middle:
+    """A dim that a region goes through block by block: the loop dims that it is, and activations that have it."""
+
+    places: set[Place] = field(default_factory=set)
+    values: set[ValueKey] = field(default_factory=set)
+
+    @property
+    def ops(self) -> set[str]:
+        return {name for name, _ in self.places}
 
 
 class _Links:
@@ -139,27 +160,35 @@ class _Links:
             for port, key in enumerate(op.operands):
                 self.readers.setdefault(key, []).append((op, port))
 
-    def reached(self, op: OpNode, factor: int) -> set[str]:
-        """Names of all ops that have a dim; empty where no product makes it, or it is one of the user's data."""
-        ops: set[str] = set()
-        seen: set[Place] = set()
+    def middle(self, op: OpNode, factor: int) -> Middle | None:
+        """All places of a dim; None where no product of forward makes it, or it is one of the user's data."""
+        found = Middle()
         todo: list[tuple[OpNode, int]] = [(op, factor)]
         while todo:
             at, f = todo.pop()
-            if (at.name, f) in seen or at.rule.factors[f].kind == WHOLE:
+            if (at.name, f) in found.places or at.rule.factors[f].kind == WHOLE:
                 continue
             if f in at.data or (at.rule.loops and not self.attention):
-                return set()
-            seen.add((at.name, f))
-            ops.add(at.name)
+                return None
+            found.places.add((at.name, f))
             for atom in self._atoms(at, f):
                 todo += self._places(atom)
-        return ops if any(self._makes(name, f) for name, f in seen) else set()
+            found.values |= self._activations(at, f)
+        return found if any(self._makes(name, f) for name, f in found.places) else None
 
     def _makes(self, name: str, f: int) -> bool:
         """Whether an op is a product of forward whose result has the dim."""
         op = self.graph.by_name[name]
         return name not in self.graph.backward and is_contraction(op.rule) and op.rule.factors[f].kind != SUM
+
+    def _activations(self, op: OpNode, f: int) -> set[ValueKey]:
+        """Values with a factor that are no weights: they have dims of the user's data too."""
+        found: set[ValueKey] = set()
+        for key, tensor in self._tensors(op):
+            factors = {g for dim in tensor for g in dim}
+            if f in factors and factors & op.data and self.graph.values[key].kind == "op":
+                found.add(key)
+        return found
 
     def _atoms(self, op: OpNode, f: int) -> Iterator[Atom]:
         """Where a factor is in the values that an op reads and makes."""
@@ -178,11 +207,15 @@ class _Links:
     def _places(self, atom: Atom) -> Iterator[tuple[OpNode, int]]:
         """The factors that an atom of a value is, in the ops that make and read it."""
         key, d, a = atom
+        if self.graph.values[key].kind != "op":
+            return
         maker = self.graph.by_name.get(key[0])
         ports = [(op, op.rule.inputs[port]) for op, port in self.readers.get(key, ())]
         if maker is not None:
             ports.append((maker, maker.rule.outputs[key[1]]))
         for op, tensor in ports:
+            if not op.data and len(op.operands) > 1:
+                continue  # of weights alone: their gradients meet here
             wide = [f for f in tensor[d] if op.rule.factors[f].size > 1]
             if len(wide) == len(self.graph.values[key].atoms[d]):
                 yield op, wide[a]
@@ -223,24 +256,25 @@ def _viewed(graph: Annotated, body: list[OpNode]) -> list[OpNode]:
     return [*(op for op in graph.ops if op.name in views), *body]
 
 
-def _remade(forward: list[OpNode], backward: list[OpNode]) -> list[OpNode]:
-    """Ops of forward that backward must run again."""
+def _remade(forward: list[OpNode], backward: list[OpNode], middle: Middle) -> list[OpNode]:
+    """Ops of forward that backward must run again: those that make what it reads of the middle."""
     inside = {op.name: op for op in forward}
     needed: set[str] = set()
-    todo = [name for op in backward for name, _ in op.operands]
+    todo = [key for op in backward for key in op.operands]
     while todo:
-        name = todo.pop()
-        if name in inside and name not in needed:
-            needed.add(name)
-            todo += [maker for maker, _ in inside[name].operands]
+        key = todo.pop()
+        is_weight_view = key[0] in inside and not inside[key[0]].data
+        if key[0] in inside and key[0] not in needed and (key in middle.values or is_weight_view):
+            needed.add(key[0])
+            todo += inside[key[0]].operands
     return [op for op in forward if op.name in needed]
 
 
-def _given(graph: Annotated, inside: set[str], names: set[str]) -> list[ValueKey]:
+def _given(graph: Annotated, inside: set[str], names: set[str], kept: set[ValueKey]) -> list[ValueKey]:
     """Values that others read, or that are results of the step."""
     finals = {graph.alias[node] for node in _result_nodes(graph.captured)}
     others = {key for op in graph.ops if op.name not in names for key in op.operands}
-    return [key for key in graph.values if key[0] in inside and (key in finals or key in others)]
+    return [key for key in graph.values if key[0] in inside and (key in finals or key in others or key in kept)]
 
 
 def _result_nodes(captured: Captured) -> Iterator[str]:

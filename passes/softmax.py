@@ -22,6 +22,8 @@ fused = torch.ops.stpart_fused
 
 _PRODUCTS_WITH_WEIGHTS = (aten.mm.default, aten.addmm.default)
 _OTHER_PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
+_NLL_GRADS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+MEAN = 1  # torch's code of a loss's `reduction`
 _SAME = (aten.alias.default, aten.detach.default)
 
 
@@ -40,8 +42,27 @@ def log_softmax_backward(at: Inserter) -> None:
     found = normalized_parts(out)
     if found is None or dtype != _dtype(grad):
         return
+    if _behind(grad).target in _NLL_GRADS:
+        rows, index = _picks(at, _behind(grad))
+        if _shape(index) == _shape(found[1]):
+            at.turn(at.node, fused.cross_entropy_grad.default, rows, *found, index, dim)
+            return
     total = at.add(aten.sum.dim_IntList, grad, [dim], True)
     at.turn(at.node, fused.minus_softmax.default, grad, *found, total)
+
+
+def _picks(at: Inserter, loss: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Of the gradient of a nll_loss: what each row counts for, and the class that it picks, both with a dim of 1."""
+    grad, logits, target, weight, reduction, ignored, total = loss.args
+    along = 1 if isinstance(logits, fx.Node) and len(_shape(logits)) > 1 else 0
+    valid = at.add(aten.ne.Scalar, target, ignored)
+    index = at.add(aten.where.ScalarOther, valid, target, 0)
+    if weight is not None:
+        grad = at.add(aten.mul.Tensor, grad, at.add(aten.index.Tensor, weight, [index]))
+    if reduction == MEAN:
+        grad = at.add(aten.div.Tensor, grad, total)
+    rows = at.add(aten.where.ScalarOther, valid, grad, 0)
+    return at.add(aten.unsqueeze.default, rows, along), at.add(aten.unsqueeze.default, index, along)
 
 
 def softmax(at: Inserter) -> None:
@@ -98,6 +119,11 @@ def _of_weights(x: fx.Node) -> bool:
 def _is_wide(x: fx.Node) -> bool:
     """Torch's kernels compute narrower types in float32 inside, which the parts would not."""
     return _dtype(x) in (torch.float32, torch.float64)
+
+
+def _shape(x: fx.Node) -> torch.Size:
+    shape: torch.Size = x.meta["val"].shape
+    return shape
 
 
 def _dtype(x: fx.Node) -> torch.dtype:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from stpart_compiler.ir.combine import PAIRWISE, neutral
 from stpart_compiler.ir.layout import Atom, Range
 from stpart_compiler.ir.program import P2P_CHANNEL, Builder, Origin, Value
-from stpart_compiler.ir.rule import ONLINE, OpRule, TensorMap
-from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Strategy, factor_range
+from stpart_compiler.ir.rule import ONLINE, SUM, OpRule, TensorMap
+from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Strategy, factor_range, result_combine
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules import MERGES, Block, is_void
 from stpart_compiler.passes.rules.registry import Merge
@@ -154,7 +155,7 @@ class _Loop:
             elif self.outs[j].motion == SLICE:
                 self.parts[j].append(part or self._zeros(j, t))
             elif part is not None:
-                self.parts[j] = [add_in_place(self.builder, self.parts[j][0], part) if self.parts[j] else part]
+                self.parts[j] = [self._combined(j, self.parts[j][0], part) if self.parts[j] else part]
 
     def _merge(self, merge: Merge, made: Sequence[Value | None]) -> None:
         """Results of one block after another, by the op's own way of merging them."""
@@ -184,12 +185,24 @@ class _Loop:
         assert result is not None
         shape = self.blocks[t].out_shape(j)
         return self.builder.call(
-            aten.new_zeros.default,
-            (self.rest[0], list(shape)),
+            aten.new_full.default,
+            (self.rest[0], list(shape), neutral(self._how(j), result.dtype)),
             {"dtype": result.dtype},
             shape=shape,
             dtype=result.dtype,
             stem=f"{self.op.name}_none",
+        )
+
+    def _how(self, j: int) -> str:
+        """How the blocks of the steps combine in result j."""
+        return result_combine(self.op.rule, self.strategy, j)
+
+    def _combined(self, j: int, into: Value, other: Value) -> Value:
+        how = self._how(j)
+        if how == SUM:
+            return add_in_place(self.builder, into, other)
+        return self.builder.call(
+            PAIRWISE[how], (into, other), shape=into.shape, dtype=into.dtype, stem=f"{into.name}_acc", partial_ok=True
         )
 
     def _pass_on(self, j: int, part: Value | None, t: int) -> None:
@@ -197,7 +210,7 @@ class _Loop:
         if j in self.arriving:
             received, tags = self.arriving.pop(j)
             self.builder.wait(tags, P2P_CHANNEL)
-            part = received if part is None else add_in_place(self.builder, part, received)
+            part = received if part is None else self._combined(j, part, received)
         part = part or self._zeros(j, t)
         self.parts[j] = [part]
         if t + 1 == self.strategy.steps:

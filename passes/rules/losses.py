@@ -9,6 +9,7 @@ import torch
 from stpart_compiler.ir.rule import PARALLEL, SUM, WHOLE, OpRule
 from stpart_compiler.passes.rules.factors import Factors, aligned, result
 from stpart_compiler.passes.rules.registry import Block, LocalCall, OpCall, Operand, localized, rule
+from stpart_compiler.runtime import fused_ops as _fused_ops  # noqa: F401  (defines them)
 from stpart_compiler.runtime import local_ops
 
 aten = torch.ops.aten
@@ -82,6 +83,22 @@ def nll_loss_backward_block(call: OpCall, block: Block) -> LocalCall:
     if not block.is_cut(classes):
         return local_ops.contiguous_call, (call.target, *call.args), call.kwargs
     return local_ops.nll_loss_backward_block, (*call.args, along, block.digits(classes)), {}
+
+
+@rule(torch.ops.stpart_fused.cross_entropy_grad.default)
+def cross_entropy_grad(call: OpCall) -> OpRule:
+    """(rows, x, logsumexp, index, dim): element by element, each row less what it counts for at its index."""
+    factors = Factors()
+    x = factors.dims(call.operands[1].shape)
+    return factors.rule([aligned(x, operand.shape) for operand in call.operands], (x,), ((0,),))
+
+
+@localized(torch.ops.stpart_fused.cross_entropy_grad.default)
+def cross_entropy_grad_block(call: OpCall, block: Block) -> LocalCall:
+    classes = block.rule.inputs[1][call.args[4]]
+    if not block.is_cut(classes):
+        return call.target, call.args, call.kwargs
+    return local_ops.cross_entropy_grad_block, (*call.args, block.digits(classes)), {}
 
 
 def _classes_at(call: OpCall) -> int:

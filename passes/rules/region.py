@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from stpart_compiler.ir.rule import PARALLEL, SUM, WHOLE, Factor, OpRule, TensorMap
+from stpart_compiler.ir.rule import COMBINED, PARALLEL, SUM, WHOLE, Factor, OpRule, TensorMap
 from stpart_compiler.passes.rules.registry import Block, OpCall, bind
 
 Shape = tuple[int, ...]
@@ -109,7 +109,7 @@ def compose(
     `operands`, `results`: the atoms of the values it reads and makes.
     """
     dims = _Dims(body, operands, results)
-    kinds = _kinds(body, dims, outputs)
+    kinds, combines = _kinds(body, dims, outputs)
     loops = _common(body, dims) & {c for c, kind in kinds.items() if kind != WHOLE}
     if not loops:
         return None
@@ -121,6 +121,7 @@ def compose(
         tuple(dims.tensor(source, number) for source in outputs),
         loops=frozenset(number[c] for c in loops),
         tiles=frozenset(number[c] for c in loops),
+        combines=combines,
     )
     named = tuple(
         replace(op, factors=tuple(number[dims.of(j, f)] for f in range(len(op.rule.factors))))
@@ -199,11 +200,14 @@ def _common(body: Sequence[BodyOp], dims: _Dims) -> set[Node]:
     return set.intersection(*found) if found else set()
 
 
-FREE, HAS, PENDING = "free", "has", "pending"
+FREE, HAS = "free", "has"  # of a dim; else pending over it: one of COMBINED
 
 
-def _kinds(body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source]) -> dict[Node, str]:
-    """Kind of each dim of the region, in the order in which its ops meet them."""
+Kinds = dict[Node, str]
+
+
+def _kinds(body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source]) -> tuple[Kinds, tuple[str, ...]]:
+    """Kind of each dim of the region, as its ops meet them; how the blocks of each result combine."""
     members: dict[Node, list[tuple[int, int]]] = {}
     for j, op in enumerate(body):
         for f in range(len(op.rule.factors)):
@@ -212,39 +216,60 @@ def _kinds(body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source]) -> di
         for d in range(len(atoms)):
             for c in dims.of_dim(source, d):
                 members.setdefault(c, [])
-    return {c: _kind(body, dims, outputs, c, at) for c, at in members.items()}
+    kinds: Kinds = {}
+    combines: list[str | None] = [None] * len(outputs)
+    for c, at in members.items():
+        found = _states(body, dims, outputs, c, at)
+        kinds[c] = _kind(found, combines)
+        if kinds[c] != WHOLE:
+            combines = [state if state in COMBINED else known for state, known in zip(found, combines, strict=True)]
+    return kinds, tuple(known or SUM for known in combines)
 
 
-def _kind(body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source], c: Node, at: list[tuple[int, int]]) -> str:
-    """Whether blocks of a dim concatenate, add up, or must not be cut."""
-    once = len({j for j, _ in at}) == len(at)  # an op in which it is two dims needs it whole
-    if c in dims.whole or not at or not once or any(body[j].rule.factors[f].kind not in (PARALLEL, SUM) for j, f in at):
+def _kind(states: list[str], combines: list[str | None]) -> str:
+    """Whether blocks of a dim concatenate, combine, or must not be cut, given what the results are of it."""
+    pending = [state for state in states if state in COMBINED]
+    if not states or FREE in states:
         return WHOLE
+    if any(state in COMBINED and known not in (None, state) for state, known in zip(states, combines, strict=True)):
+        return WHOLE
+    return SUM if SUM in pending else pending[0] if pending else PARALLEL
+
+
+def _states(
+    body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source], c: Node, at: list[tuple[int, int]]
+) -> list[str]:
+    """What each result is of a dim; empty where the dim must not be cut."""
+    once = len({j for j, _ in at}) == len(at)  # an op in which it is two dims needs it whole
+    cut = all(body[j].rule.factors[f].kind in (PARALLEL, *COMBINED) for j, f in at)
+    if c in dims.whole or not at or not once or not cut:
+        return []
     states: dict[Source, str] = {source: HAS if dims.has(source, c) else FREE for source in dims.atoms if source[0] < 0}
     own = dict(at)
     for j, op in enumerate(body):
         made = _state(op, own.get(j), [states[source] for source in op.sources])
         if made is None:
-            return WHOLE
+            return []
         for r in range(len(op.rule.outputs)):
             states[j, r] = HAS if (j, r) in dims.atoms and dims.has((j, r), c) else made
             if j in own and states[j, r] == FREE:
-                return WHOLE
-    found = {states[source] for source in outputs}
-    if PENDING in found:
-        return WHOLE if FREE in found else SUM
-    return PARALLEL if found == {HAS} else WHOLE
+                return []
+    return [states[source] for source in outputs]
 
 
 def _state(op: BodyOp, f: int | None, operands: list[str]) -> str | None:
-    """What results that lack a dim are: free of it, or a pending sum over it; None where blocks do not add up.
+    """What results that lack a dim are: free of it, or pending over it; None where blocks do not combine.
 
-    `f`: the op's own factor that is the dim. `operands`: what its operands are.
+    `f`: the op's own factor that is the dim. `operands`: what its operands are. Sums pass through what is linear in
+    them, all else through views alone.
     """
-    pending = {i for i, state in enumerate(operands) if state == PENDING}
+    pending = {i: state for i, state in enumerate(operands) if state in COMBINED}
     if f is not None:
-        return None if pending else PENDING if op.rule.factors[f].kind == SUM else FREE
+        kind = op.rule.factors[f].kind
+        return None if pending else kind if kind in COMBINED else FREE
     if not pending:
         return FREE
-    carries = any(pending == set(linear) for linear in op.rule.linear)
-    return PENDING if carries else None
+    kinds = set(pending.values())
+    if len(operands) == 1 and _is_view(op):
+        return kinds.pop()
+    return SUM if kinds == {SUM} and any(pending.keys() == linear for linear in op.rule.linear) else None

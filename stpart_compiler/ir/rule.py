@@ -48,7 +48,8 @@ class OpRule:
     of occurrence in (args, kwargs), lists flattened. `linear` lists maximal sets of operands in which the op is jointly
     linear: a pending sum may pass through the operands of one such set, if all of them carry it. `loops`: factors that
     may be cut in time, besides those of a contraction, so that operands and results travel while blocks are computed.
-    `tiles`: factors that may be cut in time alone: nothing travels, but less is alive at once.
+    `tiles`: factors that may be cut in time alone: nothing travels, but less is alive at once. `combines`: per result,
+    how its blocks combine over a factor of a combined kind that it lacks; empty: as the factor says.
     """
 
     factors: tuple[Factor, ...]
@@ -57,6 +58,12 @@ class OpRule:
     linear: tuple[frozenset[int], ...] = ()
     loops: frozenset[int] = frozenset()
     tiles: frozenset[int] = frozenset()
+    combines: tuple[str, ...] = ()
+
+    def combine(self, result: int, factor: int) -> str:
+        """How blocks of a factor combine in a result that lacks it."""
+        kind = self.factors[factor].kind
+        return self.combines[result] if self.combines and kind in COMBINED else kind
 
     def __post_init__(self) -> None:
         used = {f for tensor in (*self.inputs, *self.outputs) for dim in tensor for f in dim}
@@ -99,7 +106,7 @@ def refined(rule: OpRule, parts: Mapping[int, tuple[int, ...]]) -> OpRule:
 
     inputs, outputs = tuple(map(renamed, rule.inputs)), tuple(map(renamed, rule.outputs))
     loops, tiles = (frozenset(_major(ids[f], factors) for f in found) for found in (rule.loops, rule.tiles))
-    return OpRule(tuple(factors), inputs, outputs, rule.linear, loops, tiles)
+    return OpRule(tuple(factors), inputs, outputs, rule.linear, loops, tiles, rule.combines)
 
 
 def _major(parts: DimMap, factors: list[Factor]) -> int:

@@ -92,7 +92,7 @@ def derive(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Derived:
     """
     time = strategy.time_factor
     inputs = tuple(_input_port(rule, strategy, mesh, i, time) for i in range(len(rule.inputs)))
-    outputs = tuple(_output_port(rule, strategy, mesh, tensor, time) for tensor in rule.outputs)
+    outputs = tuple(_output_port(rule, strategy, mesh, j, time) for j in range(len(rule.outputs)))
     return Derived(inputs, outputs)
 
 
@@ -108,29 +108,33 @@ def _input_port(rule: OpRule, strategy: Strategy, mesh: Mesh, index: int, time: 
     return Port(_layout(rule, strategy, tensor, 0, partial), MOVE, shift)
 
 
-def _output_port(rule: OpRule, strategy: Strategy, mesh: Mesh, tensor: TensorMap, time: int | None) -> Port:
+def _output_port(rule: OpRule, strategy: Strategy, mesh: Mesh, index: int, time: int | None) -> Port:
+    tensor = rule.outputs[index]
+    combine = result_combine(rule, strategy, index)
     if not _has_factor(tensor, time):
         pending = _unresolved(rule, strategy, tensor, ())
-        combine = _combine(rule, strategy, tensor)
         return Port(_layout(rule, strategy, tensor, 0, (*strategy.pending, *pending), combine))
     shift = _shift(strategy, tensor, mesh)
     if shift is None or not shift:
         pending = _unresolved(rule, strategy, tensor, ())
-        return Port(_layout(rule, strategy, tensor, None, (*strategy.pending, *pending)), SLICE)
+        return Port(_layout(rule, strategy, tensor, None, (*strategy.pending, *pending), combine), SLICE)
     pending = _unresolved(rule, strategy, tensor, shift)
+    if combine != SUM:
+        raise InvalidStrategyError(f"{strategy.describe(rule)}: only sums travel, the result is {combine}")
     if len(pending) == len(_summed_digits(rule, strategy, tensor)):
         raise InvalidStrategyError(f"{strategy.describe(rule)}: the result moves though no sum is resolved on its way")
-    return Port(_layout(rule, strategy, tensor, strategy.steps - 1, (*strategy.pending, *pending)), MOVE, shift)
+    partial = (*strategy.pending, *pending)
+    return Port(_layout(rule, strategy, tensor, strategy.steps - 1, partial, combine), MOVE, shift)
 
 
 def _has_factor(tensor: TensorMap, factor: int | None) -> bool:
     return factor is not None and any(factor in dim for dim in tensor)
 
 
-def _combine(rule: OpRule, strategy: Strategy, tensor: TensorMap) -> str:
-    """How the blocks of a result combine. A result is pending in one way only."""
-    present = {f for dim in tensor for f in dim}
-    cut = [factor.kind for f, factor in enumerate(rule.factors) if strategy.digits[f] and f not in present]
+def result_combine(rule: OpRule, strategy: Strategy, index: int) -> str:
+    """How the blocks of a result combine, over ranks and over time. A result is pending in one way only."""
+    present = {f for dim in rule.outputs[index] for f in dim}
+    cut = [rule.combine(index, f) for f, digits in enumerate(strategy.digits) if digits and f not in present]
     kinds = {kind for kind in cut if kind in COMBINED} | ({SUM} if strategy.pending else set())
     if len(kinds) > 1:
         raise InvalidStrategyError(f"{strategy.describe(rule)}: the result would be {' and '.join(sorted(kinds))}")

@@ -1,4 +1,4 @@
-"""Pointwise ops that graphs use where aten would write a whole tensor in between: the `torch.library` namespace
+"""Ops that graphs use where aten would write a whole tensor in between: the `torch.library` namespace
 `stpart_fused`. Importing this module defines them.
 """
 
@@ -21,22 +21,37 @@ def _minus_softmax(grad: Tensor, x: Tensor, shift: Tensor, total: Tensor) -> Ten
     return torch.addcmul(grad, _exp_minus(x, shift), total, value=-1)
 
 
+def cross_entropy_grad(rows: Tensor, x: Tensor, shift: Tensor, index: Tensor, dim: int) -> Tensor:
+    """rows * (softmax(x) - one at index): rows, shift and index have size 1 along dim. An index of -1 is nowhere."""
+    grad = _exp_minus(x, shift).mul_(rows)
+    here = torch.where(index < 0, 0, rows)
+    return grad.scatter_add_(dim, index.clamp(min=0), -here)
+
+
 SCHEMAS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     # exp(x - shift): softmax, given the logsumexp of its rows
     "exp_minus": ("(Tensor x, Tensor shift) -> Tensor", _exp_minus),
     # grad - exp(x - shift) * total: gradient of log_softmax, given the sum of grad over its rows
     "minus_softmax": ("(Tensor grad, Tensor x, Tensor shift, Tensor total) -> Tensor", _minus_softmax),
+    # gradient of the cross entropy of logits x, given what each row counts for, and its logsumexp and target
+    "cross_entropy_grad": (
+        "(Tensor rows, Tensor x, Tensor shift, Tensor index, int dim) -> Tensor",
+        cross_entropy_grad,
+    ),
 }
+# not element by element: an index names a place in the whole
+INDEXED = frozenset({"cross_entropy_grad"})
 
 
-def _fake(*operands: Tensor) -> Tensor:
-    return operands[0].new_empty(torch.broadcast_shapes(*(x.shape for x in operands)))
+def _fake(*operands: Tensor | int) -> Tensor:
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    return tensors[0].new_empty(torch.broadcast_shapes(*(x.shape for x in tensors)))
 
 
 def _define() -> Any:
     library: Any = torch.library.Library(NAMESPACE, "DEF")
     for name, (schema, kernel) in SCHEMAS.items():
-        library.define(name + schema, tags=(torch.Tag.pointwise,))
+        library.define(name + schema, tags=() if name in INDEXED else (torch.Tag.pointwise,))
         library.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _fake, lib=library)
     return library

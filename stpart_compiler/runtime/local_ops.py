@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from stpart_compiler.runtime.fused_ops import cross_entropy_grad
+
 aten = torch.ops.aten
 
 Span = Sequence[tuple[int, int, int, int]]
@@ -136,6 +138,14 @@ def nll_loss_backward_block(
         share = share / total_weight
     share = torch.where(inside & (target != ignored), share, 0)
     return logits.new_zeros(logits.shape).scatter_(along, index.unsqueeze(along), share.unsqueeze(along))
+
+
+def cross_entropy_grad_block(
+    rows: torch.Tensor, x: torch.Tensor, shift: torch.Tensor, index: torch.Tensor, dim: int, classes: Span
+) -> torch.Tensor:
+    """`cross_entropy_grad` of a block of the classes."""
+    local, inside = positions_in_block(index, classes)
+    return cross_entropy_grad(rows, x, shift, torch.where(inside, local, -1), dim)
 
 
 def causal_mask(queries: Span, keys: Span, like: torch.Tensor) -> torch.Tensor:
