@@ -6,6 +6,7 @@ Importing this package registers the rules of all families.
 from stpart_compiler.passes.rules import (
     attention,
     convolution,
+    device_attention,
     experts,
     factories,
     indexing,
@@ -24,6 +25,7 @@ from stpart_compiler.passes.rules.registry import Block, OpCall, Operand, local_
 FAMILIES = (
     attention,
     convolution,
+    device_attention,
     experts,
     factories,
     indexing,
