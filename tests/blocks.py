@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
+from stpart_compiler.capture import Captured
 from stpart_compiler.ir.layout import Digit, form, gather, split
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.rule import COMBINED, WHOLE, OpRule, refined
@@ -163,3 +164,24 @@ def ints(high: int, *shape: int) -> torch.Tensor:
 
 def flags(*shape: int) -> torch.Tensor:
     return torch.rand(shape) < 0.5
+
+
+def in_double(item: Any) -> Any:
+    """The call with float64 in place of float32, so that blocks can be compared exactly."""
+    if isinstance(item, Operand):
+        return replace(item, dtype=in_double(item.dtype))
+    if isinstance(item, dict):
+        return {key: in_double(part) for key, part in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(in_double(part) for part in item)
+    return torch.float64 if item is torch.float32 else item
+
+
+def graph_inputs(captured: Captured, model: nn.Module, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The model's own tensors, and tangents of one."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = [state[info.name].detach() for info in (*captured.params, *captured.buffers) if info.node]
+    values += [leaf for info, leaf in zip(captured.inputs, leaves, strict=True) if info.node]
+    names = {name for _, name in captured.tangents}
+    tangents = [node.meta["val"] for node in captured.gm.graph.nodes if node.name in names]
+    return [*values, *(torch.ones(tuple(val.shape), dtype=val.dtype) for val in tangents)]

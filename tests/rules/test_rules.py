@@ -6,12 +6,26 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
 import torch
-from blocks import Example, as_list, bound, check, check_cuts, check_maps, check_sums, example, flags, ints, rand
+from blocks import (
+    Example,
+    as_list,
+    bound,
+    check,
+    check_cuts,
+    check_maps,
+    check_sums,
+    example,
+    flags,
+    graph_inputs,
+    in_double,
+    ints,
+    rand,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
@@ -428,17 +442,6 @@ def op_calls(graph: fx.Graph) -> Iterator[OpCall]:
             yield op_call(node)
 
 
-def in_double(item: Any) -> Any:
-    """The call with float64 in place of float32, so that blocks can be compared exactly."""
-    if isinstance(item, Operand):
-        return replace(item, dtype=in_double(item.dtype))
-    if isinstance(item, dict):
-        return {key: in_double(part) for key, part in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(in_double(part) for part in item)
-    return torch.float64 if item is torch.float32 else item
-
-
 def index_bound(call: OpCall, operand: Operand) -> int:
     """Integers below this are valid in the operand's place."""
     if call.target is aten.embedding_dense_backward.default:
@@ -477,16 +480,6 @@ def decomposed(name: str, training: bool) -> Step:
     before = Step(captured, inputs, list(captured.gm(*inputs)), output_names(captured))
     Decompose().apply(captured.gm)
     return before
-
-
-def graph_inputs(captured: Captured, model: nn.Module, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The model's own tensors, and tangents of one."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = [state[info.name].detach() for info in (*captured.params, *captured.buffers) if info.node]
-    values += [leaf for info, leaf in zip(captured.inputs, leaves, strict=True) if info.node]
-    names = {name for _, name in captured.tangents}
-    tangents = [node.meta["val"] for node in captured.gm.graph.nodes if node.name in names]
-    return [*values, *(torch.ones(tuple(val.shape), dtype=val.dtype) for val in tangents)]
 
 
 def output_names(captured: Captured) -> list[str]:
