@@ -45,6 +45,7 @@ class Plan:
     """Chosen strategies and layouts, reproducible from JSON.
 
     `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank.
+    `discovered_ops`: those whose rule was found by running them, which is evidence, not proof.
     """
 
     mesh: Mesh
@@ -59,6 +60,7 @@ class Plan:
     memory: dict[str, int]
     yardsticks: dict[str, float]
     replicated_ops: list[str]
+    discovered_ops: list[str] = field(default_factory=list)
     solver: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -92,6 +94,7 @@ class Plan:
             "memory": self.memory,
             "yardsticks": self.yardsticks,
             "replicated_ops": self.replicated_ops,
+            "discovered_ops": self.discovered_ops,
             "solver": self.solver,
         }
         return json.dumps(data, indent=1)
@@ -123,6 +126,7 @@ class Plan:
             memory=data["memory"],
             yardsticks=data["yardsticks"],
             replicated_ops=data["replicated_ops"],
+            discovered_ops=data.get("discovered_ops", []),
             solver=data["solver"],
         )
 
@@ -139,6 +143,8 @@ class Plan:
             lines.append(f"  {template}: {seconds * 1e3:.3f} ms, {ratio:.2f}x this plan")
         if self.replicated_ops:
             lines.append(f"  ops without a rule (run whole on every rank): {', '.join(self.replicated_ops)}")
+        if self.discovered_ops:
+            lines.append(f"  rules found by trial: {', '.join(self.discovered_ops)}")
         return "\n".join(lines)
 
     def explain(self, name: str) -> str:
