@@ -55,7 +55,9 @@ def main() -> None:
                     model(options.layers, options.length), (), call, mesh=ranks, cluster=CLUSTER, memory_limit=limit
                 ).plan
             except InfeasibleError as error:
-                print(f"ranks={ranks} limit={format_bytes(limit)}: needs at least {format_bytes(error.least)}", flush=True)
+                print(
+                    f"ranks={ranks} limit={format_bytes(limit)}: needs at least {format_bytes(error.least)}", flush=True
+                )
                 continue
             print(
                 f"ranks={ranks} limit={format_bytes(limit)} peak={format_bytes(plan.memory['peak'])}"

@@ -94,7 +94,8 @@ _FLOPS: dict[str, Count] = {
     "grouped_mm_fallback_backward": _grouped_backward_flops,
 }
 # Backward recomputes QK^T, then makes dQ and dK from the scores, and dV and the scores' gradient from the values.
-for _kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
+_KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+for _kind in (*_KINDS, "fused_attention_overrideable"):
     _FLOPS[f"_scaled_dot_product_{_kind}"] = _attention_flops(0, 1, 1)
     _FLOPS[f"_scaled_dot_product_{_kind}_backward"] = _attention_flops(1, 3, 2)
 _FLOPS["scaled_dot_product_attention"] = _attention_flops(0, 1, 1)

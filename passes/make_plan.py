@@ -160,6 +160,7 @@ def _plan(
         memory={"solver estimate": memory_bytes(problem, solution.choice)},
         yardsticks=yardsticks,
         replicated_ops=sorted({str(op.call.target) for op in graph.ops if not op.has_rule}),
+        discovered_ops=sorted({str(op.call.target) for op in graph.ops if op.discovered}),
         solver={
             "status": solution.status,
             "wall_s": round(solution.wall_s, 3),

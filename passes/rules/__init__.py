@@ -6,6 +6,7 @@ Importing this package registers the rules of all families.
 from stpart_compiler.passes.rules import (
     attention,
     convolution,
+    device_attention,
     experts,
     factories,
     indexing,
@@ -33,6 +34,7 @@ from stpart_compiler.passes.rules.registry import (
 FAMILIES = (
     attention,
     convolution,
+    device_attention,
     experts,
     factories,
     indexing,

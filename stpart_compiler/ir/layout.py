@@ -115,11 +115,12 @@ class Layout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dims", tuple(_merged(atoms) for atoms in self.dims))
         object.__setattr__(self, "partial", tuple(sorted(self.partial, key=str)))
+        object.__setattr__(self, "combine", self.combine if self.partial else SUM)
         # plain tuples: comparing them is what a search over layouts does most
         key = (
             tuple(tuple((atom.size, *map(_digit_key, atom.digits)) for atom in atoms) for atoms in self.dims),
             tuple(map(_digit_key, self.partial)),
-            self.combine if self.partial else SUM,
+            self.combine,
         )
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
@@ -290,7 +291,7 @@ def split(
     tensor: torch.Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator | None = None
 ) -> list[torch.Tensor]:
     """All ranks' local tensors. Pending sums get random summands of mixed sign that add up to the tensor."""
-    assert layout.combine == SUM or not layout.partial, f"{layout}: only sums are taken apart"
+    assert layout.combine == SUM, f"{layout}: only sums are taken apart"
     summands = _summands(tensor, layout, generator)
     return [take(summands[pending_index(layout, mesh, rank)], layout, mesh, rank) for rank in range(mesh.world_size)]
 
@@ -316,12 +317,11 @@ def _indices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def gather(locals_: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
     """The whole tensor from all ranks' local tensors: one holder of each summand of each block is read."""
     dtype, device = locals_[0].dtype, locals_[0].device
-    combine = layout.combine if layout.partial else SUM
     sizes = [atom.size for atom in layout.atoms]
-    out = torch.full(sizes, neutral(combine, dtype), dtype=dtype, device=device)
+    out = torch.full(sizes, neutral(layout.combine, dtype), dtype=dtype, device=device)
     for summands in holders(layout, mesh).values():
         for ranks in summands.values():
-            _add_block(out, locals_[ranks[0]], block(layout, mesh, ranks[0]), combine)
+            _add_block(out, locals_[ranks[0]], block(layout, mesh, ranks[0]), layout.combine)
     return out.reshape(layout.shape)
 
 

@@ -46,6 +46,7 @@ class Plan:
 
     `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank.
     `regions`: which regions of the graph are one op each, None: none.
+    `discovered_ops`: those whose rule was found by running them, which is evidence, not proof.
     """
 
     mesh: Mesh
@@ -60,6 +61,7 @@ class Plan:
     memory: dict[str, int]
     yardsticks: dict[str, float]
     replicated_ops: list[str]
+    discovered_ops: list[str] = field(default_factory=list)
     solver: dict[str, Any] = field(default_factory=dict)
     regions: str | None = None
 
@@ -94,6 +96,7 @@ class Plan:
             "memory": self.memory,
             "yardsticks": self.yardsticks,
             "replicated_ops": self.replicated_ops,
+            "discovered_ops": self.discovered_ops,
             "solver": self.solver,
             "regions": self.regions,
         }
@@ -126,6 +129,7 @@ class Plan:
             memory=data["memory"],
             yardsticks=data["yardsticks"],
             replicated_ops=data["replicated_ops"],
+            discovered_ops=data.get("discovered_ops", []),
             solver=data["solver"],
             regions=data.get("regions"),
         )
@@ -143,6 +147,8 @@ class Plan:
             lines.append(f"  {template}: {seconds * 1e3:.3f} ms, {ratio:.2f}x this plan")
         if self.replicated_ops:
             lines.append(f"  ops without a rule (run whole on every rank): {', '.join(self.replicated_ops)}")
+        if self.discovered_ops:
+            lines.append(f"  rules found by trial: {', '.join(self.discovered_ops)}")
         return "\n".join(lines)
 
     def explain(self, name: str) -> str:

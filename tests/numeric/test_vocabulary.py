@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+import re
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 
 import stpart_compiler as st
 from stpart_compiler.ir.mesh import parse_mesh
+from stpart_compiler.ir.program import Value
 from stpart_compiler.ir.rule import LOGSUMEXP
 from stpart_compiler.passes.rules.registry import Operand
 from stpart_compiler.passes.strategies import StrategySpace, enumerate_strategies
@@ -92,13 +95,23 @@ def test_extreme_logits_stay_finite(parts: int) -> None:
         assert is_exact(step, loss, grads)
 
 
+def messages(compiled: st.CompiledModel) -> Iterator[Value]:
+    """Tensors that any rank sends."""
+    programs = [program for a in compiled.artifacts for program in (a.forward, a.backward) if program is not None]
+    for instr in itertools.chain.from_iterable(program.body for program in programs):
+        if instr.kind in ("exchange", "collective"):
+            yield from instr.inputs()
+
+
 @pytest.mark.parametrize(("mesh", "template"), [(2, "megatron"), (3, "megatron"), ((2, 2), None)])
 def test_large_vocabulary_stays_cut_in_a_plan(mesh: object, template: str | None) -> None:
-    """Megatron: no message is as large as a block of the logits."""
+    """As in Megatron-LM: ranks exchange numbers of the tokens, and features, but nothing as large as the vocabulary."""
     torch.manual_seed(0)
     model = Classifier(F.cross_entropy, classes=503).double()
     x, y = data(tokens=4, classes=503)
     compiled = st.compile_model(model, (x, y), mesh=mesh, template=template, cluster=CLUSTER, solver=SOLVER)
+    assert re.search(r"%logsumexp\S* .* logsumexp\([a-z, ]+\) = ", compiled.dump())
+    assert max(value.numel for value in messages(compiled)) <= x.numel()
     single = copy.deepcopy(model)
     loss = single(x, y)
     loss.backward()
