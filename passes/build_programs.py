@@ -120,6 +120,7 @@ def make_interface(
         channels=2,
         plan_digest=plan.digest,
         training=captured.training,
+        modes=captured.modes,
     )
 
 

@@ -33,7 +33,14 @@ _SAME_VALUE = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.defau
 
 
 def flatten_joint(
-    joint: fx.GraphModule, traced: fx.GraphModule, state: State, call: Call, out_spec: TreeSpec, *, training: bool
+    joint: fx.GraphModule,
+    traced: fx.GraphModule,
+    state: State,
+    call: Call,
+    out_spec: TreeSpec,
+    *,
+    training: bool,
+    modes: dict[str, bool],
 ) -> Captured:
     """The flat graph of `joint`, which AOTAutograd made from `traced`, and what its inputs and outputs mean.
 
@@ -42,7 +49,7 @@ def flatten_joint(
     flat = _Flattener(joint, traced, state, call)
     flat.add_placeholders()
     flat.copy_body()
-    captured = flat.finish(out_spec, training)
+    captured = flat.finish(out_spec, training, modes)
     _annotate(captured)
     return captured
 
@@ -131,7 +138,7 @@ class _Flattener:
             return _operand(self.copied[_operand(node)])
         return None
 
-    def finish(self, out_spec: TreeSpec, training: bool) -> Captured:
+    def finish(self, out_spec: TreeSpec, training: bool, modes: dict[str, bool]) -> Captured:
         """Write the output and describe the whole."""
         old_output = self.joint.graph.output_node()
         old_values: Any = old_output.args[0]
@@ -157,6 +164,7 @@ class _Flattener:
             out_spec=out_spec,
             loss_index=self._loss_index(outputs),
             training=training,
+            modes=modes,
         )
 
     def _output(self, index: int, value: Any) -> Any:

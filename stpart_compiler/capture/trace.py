@@ -84,6 +84,7 @@ def capture(
     if not isinstance(model, nn.Module):
         raise TypeError(f"capture: model must be a torch.nn.Module, got {type(model).__name__}")
     call = Call.of(tuple(example_args), dict(example_kwargs or {}))
+    modes = {name: module.training for name, module in model.named_modules(remove_duplicate=False)}
     step = Step(model, loss_fn, call)
     faker = Faker(step, call.leaves)
     inputs = [faker.fake(tensor) for tensor in call.tensors]
@@ -93,7 +94,7 @@ def capture(
         refuse_dynamic_shapes(graph)
         _unalias_outputs(graph)
         joint, out_spec = _joint_graph(graph, inputs)
-    return flatten_joint(joint, graph, state, call, out_spec, training=training)
+    return flatten_joint(joint, graph, state, call, out_spec, training=training, modes=modes)
 
 
 @contextlib.contextmanager

@@ -85,6 +85,7 @@ class Captured:
     out_spec: TreeSpec
     loss_index: int | None  # the output that is a scalar and the only differentiable one
     training: bool
+    modes: dict[str, bool]  # name of each module of the model -> whether it was in train mode; "": the model itself
 
     def digest(self) -> str:
         """SHA-256 over everything a plan depends on; the same in every process that captures the same step."""

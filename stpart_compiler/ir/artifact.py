@@ -55,7 +55,10 @@ class OutputSlot:
 
 @dataclass(frozen=True)
 class Interface:
-    """Meaning of the programs' inputs and outputs; equal on all ranks."""
+    """Meaning of the programs' inputs and outputs; equal on all ranks.
+
+    `modes`: per module of the model, by name, whether it was traced in train mode ("": the model itself).
+    """
 
     mesh: Mesh
     params: tuple[TensorSlot, ...]
@@ -73,6 +76,7 @@ class Interface:
     channels: int
     plan_digest: str
     training: bool
+    modes: dict[str, bool] = field(default_factory=dict)
 
 
 @dataclass

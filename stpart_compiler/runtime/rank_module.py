@@ -24,6 +24,7 @@ from stpart_compiler.ir.layout import local_shape
 from stpart_compiler.ir.program import Instr, RankProgram
 from stpart_compiler.runtime import ops as _ops  # noqa: F401  (defines the ops that the programs call)
 from stpart_compiler.runtime.engine import Engine, Label, Peer
+from stpart_compiler.runtime.modes import check_modes, submodule, take_modes
 from stpart_compiler.runtime.random_ops import drawn, share_state
 
 # Which module owns a parameter, and what it is. Values hold the module weakly: it holds the parameter.
@@ -43,7 +44,8 @@ class RankModule(nn.Module):
     `local_params` and `local_buffers`: this rank's block of every slot, by the slot's name; the module takes them over
     (an nn.Parameter stays the same object).
     Parameters, buffers and the state dict go by the model's own names, tied ones by all of theirs. Buffers that the
-    step changes are written in place after each forward.
+    step changes are written in place after each forward. Each module of the model has a counterpart of its name, which
+    is in train or eval mode as it was compiled, and must be when the module is called.
 
     Raises:
         ValueError: a block is missing, unknown, or of another shape or dtype than the slot's layout says.
@@ -71,6 +73,7 @@ class RankModule(nn.Module):
         for slot in interface.buffers:
             homes[slot.name] = _register(self, slot, local_buffers[slot.name].detach(), "_buffers")
         self._stpart = _Programs(artifact, forward_gm, backward_gm, homes)
+        self._modes = take_modes(self, interface.modes)
         if engine is not None:
             self.attach(engine)
 
@@ -128,11 +131,13 @@ class RankModule(nn.Module):
         """The model's output (global tensors) on the global inputs.
 
         Raises:
-            ValueError: the call differs from the one that was compiled in structure, shape, dtype or a constant.
+            ValueError: the call differs from the one that was compiled in structure, shape, dtype or a constant, or a
+                module was put in another mode (train or eval).
             RuntimeError: the module has no engine and needs one.
             CommTimeoutError: a message did not arrive.
         """
         programs = self._stpart
+        check_modes(self, self._modes, self.interface.modes.get("", True))
         leaves = programs.checked_leaves(args, kwargs)
         programs.begin_step()
         if programs.backward_gm is not None and torch.is_grad_enabled():
@@ -393,12 +398,8 @@ def _register(root: nn.Module, slot: TensorSlot, tensor: Tensor, table: str) -> 
     """
     homes = []
     for name in (slot.name, *slot.aliases):
-        *path, key = name.split(".")
-        module = root
-        for part in path:
-            child = module._modules.setdefault(part, nn.Module())
-            assert child is not None
-            module = child
+        path, _, key = name.rpartition(".")
+        module = submodule(root, path)
         tensors = getattr(module, table)
         tensors[key] = tensor
         if not slot.persistent:
