@@ -20,7 +20,8 @@ from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.build_programs import BuildPrograms, Programs, peak_of
 from stpart_compiler.passes.decompose import Decompose
-from stpart_compiler.passes.make_plan import MakePlan, check_plan
+from stpart_compiler.passes.fit_plan import FitPlan
+from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated, Propagate
 from stpart_compiler.passes.solve import InfeasibleError
@@ -28,6 +29,7 @@ from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.templates import template as named_template
 from stpart_compiler.pauses import same_random, without_gc
 from stpart_compiler.runtime.agree import agree_on_plan, check_world
+from stpart_compiler.runtime.modes import in_modes
 
 MEMORY_ROUNDS = 5
 """How often the solver's memory estimate is corrected by the exact one of the generated programs."""
@@ -72,7 +74,7 @@ def compile_model(
         memory_limit: bytes or a text such as "16GiB", per rank; None: the cluster device's memory.
         cluster: preset name, path of a TOML, or Cluster; None: a generic preset of the device type.
         template: None solves; else one of `templates()`, the named plan.
-        plan: use this plan, made before for the same model and mesh.
+        plan: use this plan, made before for the same model and mesh; the sizes of the inputs may be others.
         loss_fn: takes the model's output, gives a scalar; traced into the step.
         training: False compiles forward alone.
         solver: seed, time limit, gap, workers, optimizer.
@@ -109,14 +111,31 @@ def compile_model(
 
     def solve() -> tuple[Plan, Programs]:
         if plan is not None:
-            check_plan(plan, graph, asked)
-            return search.checked(plan)
+            return search.checked(FitPlan(search.costs, options).apply(plan, graph, asked))
         return search.run()
 
-    decided, programs = agree_on_plan(solve, search.checked)
+    decided, programs = agree_on_plan(graph.captured.digest(), solve, search.checked)
     dumper.plan(decided)
     dumper.programs(programs.artifacts)
-    return CompiledModel(decided, programs.interface, programs.artifacts, graph, programs.placement, model)
+
+    def again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledModel:
+        with in_modes(model, captured.modes):
+            return compile_model(
+                model,
+                args,
+                kwargs,
+                mesh=asked,
+                memory_limit=limit,
+                cluster=prices,
+                plan=decided,
+                loss_fn=loss_fn,
+                training=training,
+                solver=options,
+                device=device,
+                progress=progress,
+            )
+
+    return CompiledModel(decided, programs.interface, programs.artifacts, graph, programs.placement, model, again)
 
 
 def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_unflatten
 
 from stpart_compiler.inspect.text import dump_annotated, plan_table, to_dot
 from stpart_compiler.ir.artifact import Interface, RankArtifact
@@ -19,7 +22,8 @@ from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.codegen import Placement
 from stpart_compiler.passes.emit_fx import emit_fx
 from stpart_compiler.passes.propagate import Annotated
-from stpart_compiler.runtime.agree import local_engine
+from stpart_compiler.runtime.agree import check_same_programs, is_online, local_engine
+from stpart_compiler.runtime.calls import call_leaves, call_sizes, compiled_sizes, differs_in_sizes_only
 from stpart_compiler.runtime.materialize import materialize
 from stpart_compiler.runtime.rank_module import RankModule
 from stpart_compiler.runtime.runner import StepResult, run_in_process
@@ -39,7 +43,8 @@ class CompiledModel:
     """A plan with the verified programs of all ranks.
 
     Parameters come from the model that was compiled, from a state dict (`load_state_dict`), or, for a meta model, from
-    an initializer (`initialize`); each rank takes its blocks.
+    an initializer (`initialize`); each rank takes its blocks. `again` compiles the same model for another call under
+    the same plan; it keeps the model alive.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class CompiledModel:
         graph: Annotated | None,
         placement: Placement | None,
         model: nn.Module | None,
+        again: Callable[[tuple[Any, ...], dict[str, Any]], CompiledModel] | None = None,
     ) -> None:
         self.plan = plan
         self.interface = interface
@@ -60,6 +66,9 @@ class CompiledModel:
         self._state: Mapping[str, torch.Tensor] | None = None
         self._initializer: Initializer | None = None
         self._programs: dict[int, RankModules] = {}
+        self._again = again
+        self._by_sizes = {compiled_sizes(interface): self}
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"CompiledModel({self.plan.summary()})"
@@ -109,10 +118,31 @@ class CompiledModel:
         """Module of a rank: local parameters, differentiable forward. It runs once given an engine (`local_module`)."""
         programs = self.program(rank)
         params, buffers = self.local_state(rank, device)
-        return RankModule(self.artifacts[rank], programs.forward, programs.backward, params, buffers, engine)
+        more = partial(self._programs_for, rank) if self._again is not None else None
+        return RankModule(self.artifacts[rank], programs.forward, programs.backward, params, buffers, engine, more)
+
+    def _programs_for(self, rank: int, leaves: list[Any]) -> tuple[RankArtifact, fx.GraphModule, fx.GraphModule | None]:
+        """What a rank runs for a call of other sizes."""
+        sized = self._sized(leaves)
+        if is_online():
+            check_same_programs(sized.artifacts)
+        programs = sized.program(rank)
+        return sized.artifacts[rank], programs.forward, programs.backward
+
+    def _sized(self, leaves: list[Any]) -> CompiledModel:
+        """This model for the sizes of a call: compiled once more under the same plan where they are new."""
+        sizes = call_sizes(leaves)
+        if self._again is None or not differs_in_sizes_only(self.interface, leaves):
+            return self
+        with self._lock:  # the threads of several ranks may ask
+            if sizes not in self._by_sizes:
+                self._by_sizes[sizes] = self._again(*tree_unflatten(leaves, self.interface.in_spec))
+            return self._by_sizes[sizes]
 
     def local_module(self, timeout_s: float = 600.0, device: torch.device | str | None = None) -> RankModule:
         """Module of this process's rank, inside torchrun or an initialised process group.
+
+        Called with inputs of other sizes it compiles once more, for which it keeps the model that was compiled.
 
         Raises:
             RuntimeError: no process group, another world size, or the ranks do not hold the same plan.
@@ -123,9 +153,10 @@ class CompiledModel:
     def run_in_process(self, *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> StepResult:
         """One step of all ranks in this process, a thread and a real gloo group each, on the global inputs."""
         states = [self.local_state(rank) for rank in range(self.world_size)]
-        programs = [self.program(rank) for rank in range(self.world_size)]
+        sized = self._sized(call_leaves(self.interface, args, kwargs))
+        programs = [sized.program(rank) for rank in range(self.world_size)]
         return run_in_process(
-            self.artifacts,
+            sized.artifacts,
             [(p.forward, p.backward) for p in programs],
             [params for params, _ in states],
             [buffers for _, buffers in states],
