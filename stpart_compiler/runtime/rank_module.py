@@ -1,13 +1,12 @@
 """One rank's model: local parameters under the model's own names, and a differentiable forward over its two programs.
 
-The parameters are plain local `nn.Parameter`s, so every torch optimizer works on them. `forward` takes the global
-inputs, the same on every rank (the program cuts its own part), and returns global outputs. All communication happens
-inside of the programs, through the engine that the module was attached to.
+The parameters are plain local `nn.Parameter`s, so every elementwise torch optimizer works on them. `forward` takes the
+global inputs, the same on every rank (the program cuts its own part), and returns global outputs. All communication
+happens inside of the programs, through the engine that the module was attached to.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_unflatten
-from torch.utils.weak import WeakIdKeyDictionary
 
 from stpart_compiler.ir.artifact import Interface, Port, RankArtifact, TensorSlot
 from stpart_compiler.ir.layout import local_shape
@@ -27,20 +25,12 @@ from stpart_compiler.runtime.agree import agree_on_sizes
 from stpart_compiler.runtime.calls import call_leaves, call_sizes, checked_leaf, compiled_sizes, differs_in_sizes_only
 from stpart_compiler.runtime.engine import Engine, Label, Peer
 from stpart_compiler.runtime.modes import check_modes, submodule, take_modes
+from stpart_compiler.runtime.optimizers import watch_optimizers
+from stpart_compiler.runtime.owners import own
 from stpart_compiler.runtime.random_ops import drawn, share_state
 
 OtherSizes = Callable[[list[Any]], tuple[RankArtifact, GraphModule, GraphModule | None]]
 """Leaves of a call -> what a rank runs for calls of these sizes. All ranks ask together."""
-
-# Which module owns a parameter, and what it is. Values hold the module weakly: it holds the parameter.
-_OWNERS: Any = WeakIdKeyDictionary()
-
-
-def owner_of(param: Tensor) -> tuple[RankModule, TensorSlot] | None:
-    """The rank module that a parameter belongs to, and its slot there; None for any other tensor."""
-    reference, slot = _OWNERS.get(param, (None, None))
-    module = reference() if reference is not None else None
-    return None if module is None else (module, slot)
 
 
 class RankModule(nn.Module):
@@ -69,6 +59,7 @@ class RankModule(nn.Module):
         other_sizes: OtherSizes | None = None,
     ) -> None:
         super().__init__()
+        watch_optimizers()
         interface = artifact.interface
         _check_blocks("parameter", interface.params, local_params, artifact)
         _check_blocks("buffer", interface.buffers, local_buffers, artifact)
@@ -77,7 +68,7 @@ class RankModule(nn.Module):
             block = local_params[slot.name]
             param = block if isinstance(block, nn.Parameter) else nn.Parameter(block.detach(), slot.requires_grad)
             homes[slot.name] = _register(self, slot, param, "_parameters")
-            _OWNERS[param] = (weakref.ref(self), slot)
+            own(self, slot, param)
         for slot in interface.buffers:
             homes[slot.name] = _register(self, slot, local_buffers[slot.name].detach(), "_buffers")
         self._stpart = _Programs(artifact, forward_gm, backward_gm, homes)
