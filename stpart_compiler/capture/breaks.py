@@ -7,6 +7,7 @@ import os
 import re
 import traceback
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -95,6 +96,11 @@ def _place(node: fx.Node) -> str:
 
 def user_line(node: fx.Node) -> str:
     """Innermost file:line of the user's model that a node comes from, "" where unknown."""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return _innermost_line(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(maxsize=10_000)
+def _innermost_line(stack_trace: str) -> str:
+    lines = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
     own = [(file, line) for file, line in lines if not file.startswith((_TORCH, _OWN))]
     return ":".join(own[-1]) if own else ""

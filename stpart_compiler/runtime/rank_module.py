@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_unflatten
 
 from stpart_compiler.ir.artifact import Interface, Port, RankArtifact, TensorSlot
 from stpart_compiler.ir.layout import local_shape
-from stpart_compiler.ir.program import Instr, RankProgram
+from stpart_compiler.ir.program import Instr, Origin, RankProgram
+from stpart_compiler.passes.emit_fx import raised_in
 from stpart_compiler.runtime import ops as _ops  # noqa: F401  (defines the ops that the programs call)
 from stpart_compiler.runtime.agree import agree_on_sizes
 from stpart_compiler.runtime.calls import call_leaves, call_sizes, checked_leaf, compiled_sizes, differs_in_sizes_only
-from stpart_compiler.runtime.engine import Engine, Label, Peer
+from stpart_compiler.runtime.engine import CommTimeoutError, Engine, Label, Peer
 from stpart_compiler.runtime.modes import check_modes, submodule, take_modes
 from stpart_compiler.runtime.optimizers import watch_optimizers
 from stpart_compiler.runtime.owners import own
@@ -133,6 +134,8 @@ class RankModule(nn.Module):
                 module was put in another mode (train or eval).
             RuntimeError: the module has no engine and needs one, or the ranks are called with inputs of several sizes.
             CommTimeoutError: a message did not arrive.
+            Exception: what an op of the programs raises, with a note of the op and its place in the model; no rank can
+                go on then.
         """
         check_modes(self, self._modes, self.interface.modes.get("", True))
         leaves = call_leaves(self.interface, args, kwargs)
@@ -244,8 +247,7 @@ class _Programs:
         leaves.clear()
         memory = {_storage(value): port for value, port in zip(values, interface.forward_inputs, strict=True)}
         given = {id(value) for value in values}
-        with self._running():
-            found = dict(zip(interface.forward_outputs, self.forward_gm(values), strict=True))
+        found = dict(zip(interface.forward_outputs, self._run(self.forward_gm, values), strict=True))
         if not keep:
             found = {port: value for port, value in found.items() if port[0] != "saved"}
         self._write_buffers(found, early)
@@ -273,8 +275,7 @@ class _Programs:
                 values[position] = self._tangent(key, tangents.get(key), device)
         taken = {_storage(value) for value in values if value is not None}
         assert self.backward_gm is not None
-        with self._running():
-            grads = self.backward_gm(values)
+        grads = self._run(self.backward_gm, values)
         return _unshared_grads(self.interface.backward_outputs, grads, taken)
 
     def _tangent(self, index: int, given: Tensor | None, device: torch.device) -> Tensor:
@@ -306,6 +307,20 @@ class _Programs:
         with torch.no_grad():
             for key, home in homes.items():
                 home.copy_(new[key])
+
+    def _run(self, gm: GraphModule, values: list[Any]) -> list[Any]:
+        """The outputs of a program. What an op of it raises gets a note of where it stands, and peers are stopped."""
+        try:
+            with self._running():
+                outputs: list[Any] = gm(values)
+        except CommTimeoutError:
+            raise  # says where by itself
+        except Exception as error:
+            error.add_note(f"raised on rank {self.artifact.rank} {_place(raised_in(gm, error))}")
+            if self.engine is not None:
+                self.engine.abort(f"rank {self.artifact.rank} raised {type(error).__name__}: {error}")
+            raise
+        return outputs
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -410,6 +425,13 @@ def _register(root: nn.Module, slot: TensorSlot, tensor: Tensor, table: str) -> 
             module._non_persistent_buffers_set.add(key)
         homes.append(_Home(tensors, key))
     return homes[0]
+
+
+def _place(origin: Origin | None) -> str:
+    if origin is None:
+        return "outside of any op of its program"
+    line = f", at {origin.line}" if origin.line else ""
+    return f"by op {origin.node}, module {origin.module_path or '(the model)'}{line}"
 
 
 def _is_early(port: Port) -> bool:
