@@ -8,7 +8,6 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,9 @@ from stpart_compiler.runtime.calls import call_leaves, call_sizes, compiled_size
 from stpart_compiler.runtime.materialize import materialize
 from stpart_compiler.runtime.rank_module import RankModule
 from stpart_compiler.runtime.runner import StepResult, run_in_process
+
+# Tracing changes what is global, and the threads of several ranks may ask for it.
+_COMPILING = threading.Lock()
 
 Initializer = Callable[[str, torch.Tensor], object]
 
@@ -68,7 +70,6 @@ class CompiledModel:
         self._programs: dict[int, RankModules] = {}
         self._again = again
         self._by_sizes = {compiled_sizes(interface): self}
-        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"CompiledModel({self.plan.summary()})"
@@ -118,23 +119,15 @@ class CompiledModel:
         """Module of a rank: local parameters, differentiable forward. It runs once given an engine (`local_module`)."""
         programs = self.program(rank)
         params, buffers = self.local_state(rank, device)
-        more = partial(self._programs_for, rank) if self._again is not None else None
+        more = _OtherSizes(self, rank) if self._again is not None else None
         return RankModule(self.artifacts[rank], programs.forward, programs.backward, params, buffers, engine, more)
 
-    def _programs_for(self, rank: int, leaves: list[Any]) -> tuple[RankArtifact, fx.GraphModule, fx.GraphModule | None]:
-        """What a rank runs for a call of other sizes."""
-        sized = self._sized(leaves)
-        if is_online():
-            check_same_programs(sized.artifacts)
-        programs = sized.program(rank)
-        return sized.artifacts[rank], programs.forward, programs.backward
-
-    def _sized(self, leaves: list[Any]) -> CompiledModel:
+    def sized(self, leaves: list[Any]) -> CompiledModel:
         """This model for the sizes of a call: compiled once more under the same plan where they are new."""
         sizes = call_sizes(leaves)
         if self._again is None or not differs_in_sizes_only(self.interface, leaves):
             return self
-        with self._lock:  # the threads of several ranks may ask
+        with _COMPILING:
             if sizes not in self._by_sizes:
                 self._by_sizes[sizes] = self._again(*tree_unflatten(leaves, self.interface.in_spec))
             return self._by_sizes[sizes]
@@ -153,7 +146,7 @@ class CompiledModel:
     def run_in_process(self, *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> StepResult:
         """One step of all ranks in this process, a thread and a real gloo group each, on the global inputs."""
         states = [self.local_state(rank) for rank in range(self.world_size)]
-        sized = self._sized(call_leaves(self.interface, args, kwargs))
+        sized = self.sized(call_leaves(self.interface, args, kwargs))
         programs = [sized.program(rank) for rank in range(self.world_size)]
         return run_in_process(
             sized.artifacts,
@@ -200,6 +193,31 @@ class CompiledModel:
         if self._state is not None or self._initializer is not None:
             return True
         return self._model is not None and all(not p.is_meta for p in self._model.parameters())
+
+
+class _OtherSizes:
+    """Compiles for calls of a rank module with other sizes. Its copies share it; a pickled one goes without."""
+
+    def __init__(self, compiled: CompiledModel, rank: int) -> None:
+        self.compiled = compiled
+        self.rank = rank
+
+    def __call__(self, leaves: list[Any]) -> tuple[RankArtifact, fx.GraphModule, fx.GraphModule | None]:
+        sized = self.compiled.sized(leaves)
+        if is_online():
+            check_same_programs(sized.artifacts)
+        programs = sized.program(self.rank)
+        return sized.artifacts[self.rank], programs.forward, programs.backward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OtherSizes:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _none, ()
+
+
+def _none() -> None:
+    return None
 
 
 class LoadedModel(CompiledModel):

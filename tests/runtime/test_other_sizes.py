@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -125,6 +127,20 @@ def test_a_rank_with_a_known_size_beside_a_new_one_stops() -> None:
     with pytest.raises(CommTimeoutError):
         on_ranks(done, rank, timeout_s=2.0)
     assert "compiling for inputs of other sizes: args[0] (4, 8)" in failed[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own class warns when a TreeSpec is copied
+def test_copies_share_what_compiles_and_pickles_go_without() -> None:
+    module = compiled(net(), 1).rank_module(0)
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        copied.get_parameter("down.bias").add_(1.0)
+        expected = module(rows(4), scale=2.0), copied(rows(4), scale=2.0)
+    assert expected[0] != expected[1]
+    loaded = pickle.loads(pickle.dumps(copied))
+    assert loaded(rows(4), scale=2.0) == expected[1]
+    with pytest.raises(ValueError, match="compile for that shape"):
+        loaded(rows(5), scale=2.0)
 
 
 def test_a_loaded_model_is_for_its_own_sizes(tmp_path: Any) -> None:
