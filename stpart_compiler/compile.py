@@ -85,14 +85,13 @@ def compile_model(
 
     Raises:
         ValueError: a bad mesh, limit, cluster, template or plan; the message says what was expected.
+        TypeError: an argument of another type than expected, or inputs that the model's forward does not take.
         GraphBreakError: the model cannot be captured as one graph.
         InfeasibleError: no plan fits in the memory limit.
     """
-    if not isinstance(example_args, (tuple, list)):
-        raise TypeError(
-            f"example_args: expected a tuple of the model's arguments, got {type(example_args).__name__};"
-            " one argument is (x,)"
-        )
+    _check_kinds(example_args, example_kwargs, plan, loss_fn, solver)
+    if plan is not None and template is not None:
+        raise ValueError(f"template: {template!r} beside a plan, which says all that it would; give one of them")
     say = progress or (lambda text: None)
     options = solver or SolverOptions()
     asked = parse_mesh(mesh)
@@ -136,6 +135,28 @@ def compile_model(
             )
 
     return CompiledModel(decided, programs.interface, programs.artifacts, graph, programs.placement, model, again)
+
+
+def _check_kinds(args: object, kwargs: object, plan: object, loss_fn: object, solver: object) -> None:
+    """Raises:
+    TypeError: an argument of `compile_model` is of another type than expected.
+    """
+    arguments = "a tuple of the model's arguments; one argument is (x,)"
+    checks = (
+        ("example_args", args, isinstance(args, (tuple, list)), arguments),
+        ("example_kwargs", kwargs, kwargs is None or isinstance(kwargs, Mapping), "a dict of the model's keywords"),
+        ("plan", plan, plan is None or isinstance(plan, Plan), "a Plan; Plan.from_json(text) reads a saved one"),
+        ("loss_fn", loss_fn, loss_fn is None or callable(loss_fn), "a function of the model's output"),
+        (
+            "solver",
+            solver,
+            solver is None or isinstance(solver, SolverOptions),
+            "SolverOptions, as in SolverOptions()",
+        ),
+    )
+    for name, given, fits, expected in checks:
+        if not fits:
+            raise TypeError(f"{name}: got {type(given).__name__}, expected {expected}")
 
 
 def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:
