@@ -30,6 +30,8 @@ from stpart_compiler.runtime.runner import StepResult, run_in_process
 # Tracing changes what is global, and the threads of several ranks may ask for it.
 _COMPILING = threading.Lock()
 
+_OWN_PLAN = "leave such calls out (drop_last=True in a DataLoader), or compile a second model for them"
+
 Initializer = Callable[[str, torch.Tensor], object]
 
 
@@ -129,7 +131,13 @@ class CompiledModel:
             return self
         with _COMPILING:
             if sizes not in self._by_sizes:
-                self._by_sizes[sizes] = self._again(*tree_unflatten(leaves, self.interface.in_spec))
+                try:
+                    self._by_sizes[sizes] = self._again(*tree_unflatten(leaves, self.interface.in_spec))
+                except ValueError as error:
+                    error.add_note(
+                        f"raised while compiling for a call with inputs of other sizes, {sizes}; {_OWN_PLAN}"
+                    )
+                    raise
             return self._by_sizes[sizes]
 
     def local_module(self, timeout_s: float = 600.0, device: torch.device | str | None = None) -> RankModule:

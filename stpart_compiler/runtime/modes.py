@@ -44,8 +44,8 @@ def in_modes(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
     modules = dict(model.named_modules(remove_duplicate=False))
     before = {name: module.training for name, module in modules.items()}
     try:
-        for name, mode in modes.items():
-            modules[name].training = mode
+        for name in modules.keys() & modes.keys():
+            modules[name].training = modes[name]
         yield
     finally:
         for name, mode in before.items():

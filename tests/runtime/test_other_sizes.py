@@ -105,6 +105,23 @@ def test_what_differs_in_more_than_sizes_is_refused() -> None:
         module(rows(6), scale=3.0)
 
 
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+def test_sizes_that_the_plan_does_not_fit_say_what_to_do() -> None:
+    done = st.compile_model(Sequences(), (torch.ones(4, 3, 8),), mesh=2, cluster=CLUSTER, solver=SOLVER)
+    with pytest.raises(ValueError, match="plan: op .* is made of other dims at these input sizes") as caught:
+        done.run_in_process(torch.ones(1, 3, 8))
+    [note] = caught.value.__notes__
+    assert "inputs of other sizes, ((1, 3, 8),); leave such calls out (drop_last=True" in note
+
+
 def test_ranks_with_different_sizes_stop() -> None:
     done = compiled(net())
     with pytest.raises(RuntimeError, match=r"sizes args\[0\] \(\d, 8\), but ranks \[\d\] with others.*give all"):
