@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,13 @@ from stpart_compiler.passes.codegen import Placement
 from stpart_compiler.passes.emit_fx import emit_fx
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.runtime.agree import check_same_programs, is_online, local_engine
-from stpart_compiler.runtime.calls import call_leaves, call_sizes, compiled_sizes, differs_in_sizes_only
+from stpart_compiler.runtime.calls import Sizes, call_leaves, call_sizes, compiled_sizes, differs_in_sizes_only
 from stpart_compiler.runtime.materialize import materialize
 from stpart_compiler.runtime.rank_module import RankModule
 from stpart_compiler.runtime.runner import StepResult, run_in_process
 
 # Tracing changes what is global, and the threads of several ranks may ask for it.
 _COMPILING = threading.Lock()
-
-_OWN_PLAN = "leave such calls out (drop_last=True in a DataLoader), or compile a second model for them"
 
 Initializer = Callable[[str, torch.Tensor], object]
 
@@ -131,13 +130,8 @@ class CompiledModel:
             return self
         with _COMPILING:
             if sizes not in self._by_sizes:
-                try:
+                with _told(sizes):
                     self._by_sizes[sizes] = self._again(*tree_unflatten(leaves, self.interface.in_spec))
-                except ValueError as error:
-                    error.add_note(
-                        f"raised while compiling for a call with inputs of other sizes, {sizes}; {_OWN_PLAN}"
-                    )
-                    raise
             return self._by_sizes[sizes]
 
     def local_module(self, timeout_s: float = 600.0, device: torch.device | str | None = None) -> RankModule:
@@ -201,6 +195,19 @@ class CompiledModel:
         if self._state is not None or self._initializer is not None:
             return True
         return self._model is not None and all(not p.is_meta for p in self._model.parameters())
+
+
+@contextlib.contextmanager
+def _told(sizes: Sizes) -> Iterator[None]:
+    """Errors within say what was compiled, and what to do instead."""
+    try:
+        yield
+    except ValueError as error:
+        error.add_note(
+            f"raised while compiling for a call with inputs of other sizes, {sizes}: leave such calls out"
+            " (drop_last=True in a DataLoader), or compile a second model for them"
+        )
+        raise
 
 
 class _OtherSizes:

@@ -119,7 +119,7 @@ def test_sizes_that_the_plan_does_not_fit_say_what_to_do() -> None:
     with pytest.raises(ValueError, match="plan: op .* is made of other dims at these input sizes") as caught:
         done.run_in_process(torch.ones(1, 3, 8))
     [note] = caught.value.__notes__
-    assert "inputs of other sizes, ((1, 3, 8),); leave such calls out (drop_last=True" in note
+    assert "inputs of other sizes, ((1, 3, 8),): leave such calls out (drop_last=True" in note
 
 
 def test_ranks_with_different_sizes_stop() -> None:
