@@ -59,9 +59,10 @@ def main() -> None:
                     f"ranks={ranks} limit={format_bytes(limit)}: needs at least {format_bytes(error.least)}", flush=True
                 )
                 continue
+            took = time.perf_counter() - start
             print(
                 f"ranks={ranks} limit={format_bytes(limit)} peak={format_bytes(plan.memory['peak'])}"
-                f" step={plan.seconds * 1e3:.2f} ms regions={plan.regions} compiled in {time.perf_counter() - start:.0f} s",
+                f" step={plan.seconds * 1e3:.2f} ms regions={plan.regions} compiled in {took:.0f} s",
                 flush=True,
             )
 

@@ -191,6 +191,7 @@ def load_cluster(spec: str | Path | Cluster | None, device_type: str = "cpu") ->
     """Cluster from a preset's name, the path of a TOML file, or None: the generic preset of `device_type`.
 
     Raises:
+        TypeError: `spec` is of another type.
         ValueError: unknown preset or device type; a file that is missing or malformed (names file, key, expected type).
     """
     if isinstance(spec, Cluster):
@@ -200,6 +201,8 @@ def load_cluster(spec: str | Path | Cluster | None, device_type: str = "cpu") ->
             known = ", ".join(_GENERIC)
             raise ValueError(f"cluster: no generic preset for device type {device_type!r}, only {known}; name one")
         spec = _GENERIC[device_type]
+    if not isinstance(spec, (str, Path)):
+        raise TypeError(f"cluster: expected the name of a preset, a path or a Cluster, got {type(spec).__name__}")
     if isinstance(spec, Path) or spec.endswith(".toml") or "/" in spec:
         return _load_file(Path(spec))
     return _load_preset(spec)

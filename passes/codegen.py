@@ -155,7 +155,7 @@ class PhaseEmitter:
 
     def _relayout_origin(self, key: ValueKey) -> Origin:
         op = self.placement.graph.by_name.get(key[0])
-        return Origin(key[0], op.module_path if op else "", "re-layout")
+        return Origin(key[0], op.module_path if op else "", "re-layout", line=op.line if op else "")
 
     def _allow_pending(self, first: int) -> None:
         for instr in self.builder.body[first:]:
@@ -177,7 +177,7 @@ class PhaseEmitter:
         if any(((op.name, i), p.layout) in self.have for i, p in enumerate(derived.outputs)):
             return
         operands = [self.fetch(key, port.layout) for key, port in zip(op.operands, derived.inputs, strict=True)]
-        self.builder.origin = Origin(op.name, op.module_path)
+        self.builder.origin = Origin(op.name, op.module_path, line=op.line)
         first = len(self.builder.body)
         if strategy.steps > 1:
             made: Sequence[Value | None] = emit_temporal(self.builder, op, strategy, derived, operands, self)

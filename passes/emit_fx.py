@@ -7,6 +7,7 @@ alive when is what `passes/liveness.py` counts. Nothing is eliminated: communica
 from __future__ import annotations
 
 import copy
+import linecache
 import operator
 import re
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen, _custom_builtins
 
-from stpart_compiler.ir.program import Instr, RankProgram, Value
+from stpart_compiler.ir.program import Instr, Origin, RankProgram, Value
 
 # Names that the generated function needs for itself.
 _RESERVED = frozenset(("self", "args_list", "args_iter", *_custom_builtins))
@@ -85,6 +86,18 @@ def annotated_code(module: GraphModule) -> str:
         lines.append(f"{line}  # {origin}" if is_new else line)
         shown = origin if origin is not None else shown
     return "\n".join(lines)
+
+
+def raised_in(module: GraphModule, error: BaseException) -> Origin | None:
+    """The instruction of `module` whose call raised `error`; None where none of them did."""
+    traceback, name = error.__traceback__, None
+    code = type(module).forward.__code__
+    while traceback is not None:
+        if traceback.tb_frame.f_code is code:
+            match = _ASSIGNED.match(linecache.getline(code.co_filename, traceback.tb_lineno))
+            name = match.group(1) if match else None
+        traceback = traceback.tb_next
+    return next((node.meta.get("origin") for node in module.graph.nodes if node.name == name), None)
 
 
 def _check_constants(program: RankProgram, constants: Mapping[str, torch.Tensor]) -> None:

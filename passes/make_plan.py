@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from stpart_compiler.ir.layout import Layout
-from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan, PlanRow
 from stpart_compiler.ir.spacetime import Strategy
 from stpart_compiler.passes.problem import Assignment, BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
@@ -154,7 +153,7 @@ def _plan(
         template=name,
         strategies=strategies,
         params=params,
-        rows=_rows(space, problem, solution),
+        rows=plan_rows(space, problem, solution.choice),
         seconds=solution.seconds,
         bound_seconds=solution.bound,
         memory={"solver estimate": memory_bytes(problem, solution.choice)},
@@ -172,11 +171,12 @@ def _plan(
     )
 
 
-def _rows(space: Space, problem: Problem, solution: Solution) -> list[PlanRow]:
-    relayout = _relayout_seconds(problem, solution.choice)
+def plan_rows(space: Space, problem: Problem, choice: Assignment) -> list[PlanRow]:
+    """What an assignment does and costs, per op class."""
+    relayout = _relayout_seconds(problem, choice)
     rows = []
     for klass, choices in enumerate(space.choices):
-        index, strategy = strategy_of(space, solution.choice, klass)
+        index, strategy = strategy_of(space, choice, klass)
         derived = choices.derived[index]
         op = choices.op
         rows.append(
@@ -192,7 +192,7 @@ def _rows(space: Space, problem: Problem, solution: Solution) -> list[PlanRow]:
                 moved_bytes=choices.moved[index],
                 redistribution_seconds=relayout.get(klass, 0.0),
                 is_backward=op.is_backward,
-                alternatives=_alternatives(problem, solution, klass, op),
+                alternatives=_alternatives(problem, choice, klass, op),
             )
         )
     return rows
@@ -214,40 +214,12 @@ def _relayout_seconds(problem: Problem, choice: Assignment) -> dict[int, float]:
     return found
 
 
-def _alternatives(problem: Problem, solution: Solution, klass: int, op: OpNode) -> list[tuple[str, float]]:
+def _alternatives(problem: Problem, choice: Assignment, klass: int, op: OpNode) -> list[tuple[str, float]]:
     """The cheapest other strategies of a root with all else as it is: (strategy, seconds more per step)."""
     choices = problem.space.choices[klass]
     if choices.root != klass or len(choices.strategies) == 1:
         return []
-    prices = problem.local(klass).prices(solution.choice)
-    now = solution.choice[klass]
+    prices = problem.local(klass).prices(choice)
+    now = choice[klass]
     others = sorted((price - prices[now], i) for i, price in enumerate(prices) if i != now)
     return [(choices.strategies[i].describe(op.rule), more / 1e9) for more, i in others[:ALTERNATIVES]]
-
-
-def check_plan(plan: Plan, graph: Annotated, mesh: Mesh) -> None:
-    """Raises:
-    ValueError: the plan is for another mesh, torch version or model; says which.
-    """
-    if plan.mesh.world_size != mesh.world_size:
-        raise ValueError(f"plan: made for mesh {plan.mesh}, but the mesh is {mesh}; make a plan for this mesh")
-    if plan.torch_version != torch.__version__:
-        raise ValueError(
-            f"plan: made with torch {plan.torch_version}, but this is torch {torch.__version__}; its graph may differ,"
-            " make the plan anew"
-        )
-    if plan.graph_digest != graph.captured.digest():
-        ops = {op.name for op in graph.ops}
-        missing, extra = sorted(set(plan.strategies) - ops), sorted(ops - set(plan.strategies))
-        names = {info.name for info in graph.captured.params}
-        params = sorted(set(plan.params) ^ {n for n in names if n in plan.params or _used(graph, n)})
-        detail = (
-            f"ops only in the plan: {missing[:5]}, only in the model: {extra[:5]}, parameters that differ: {params[:5]}"
-        )
-        if not (missing or extra or params):
-            detail = "the ops have the same names; shapes, dtypes or constants differ"
-        raise ValueError(f"plan: made for another model or other example inputs ({detail}); make the plan anew")
-
-
-def _used(graph: Annotated, name: str) -> bool:
-    return any(info.name == name and info.node is not None for info in graph.captured.params)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from stpart_compiler.capture import Captured
+from stpart_compiler.capture.breaks import user_line
 from stpart_compiler.ir.plan import layers_folded
 from stpart_compiler.ir.rule import WHOLE, DimMap, Factor, OpRule, refined
 from stpart_compiler.passes.rules import OpCall, discovered_rule, rule_of
@@ -40,6 +41,7 @@ class OpNode:
     module_path: str
     is_backward: bool
     has_rule: bool
+    line: str  # file and line of the user's model, "" where unknown
     discovered: bool = False  # the rule was found by running the op
     movable: frozenset[int] = frozenset()  # factors that may be cut
     batch: frozenset[int] = frozenset()  # factors that come from dim 0 of the user's inputs
@@ -162,7 +164,7 @@ def _op_node(node: fx.Node, alias: dict[str, ValueKey], rules: dict[str, tuple[O
     operands = tuple(alias[arg.name] for arg in _tensor_args(node))
     path = node.meta.get("module_path", "")
     backward = node.meta["is_backward"]
-    return OpNode(node.name, call, rule, operands, path, backward, has_rule, discovered)
+    return OpNode(node.name, call, rule, operands, path, backward, has_rule, user_line(node), discovered)
 
 
 def _tensor_args(node: fx.Node) -> Iterator[fx.Node]:

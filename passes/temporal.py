@@ -33,7 +33,7 @@ def emit_temporal(
     """All steps of one op; returns the local results in their layouts at rest."""
     loop = _Loop(builder, op, strategy, derived, operands, emitter)
     for t in range(strategy.steps):
-        builder.origin = Origin(op.name, op.module_path, "temporal", t)
+        builder.origin = Origin(op.name, op.module_path, "temporal", t, op.line)
         loop.step(t)
     return loop.results()
 

@@ -150,6 +150,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.output is not None:
+        _check_writable(options.output)
     plan = _planned(options).plan
     print(plan.summary())
     print()
@@ -158,6 +160,15 @@ def _plan(options: argparse.Namespace) -> int:
         options.output.write_text(plan.to_json())
         print(f"written to {options.output}")
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Fail before the work rather than after it. Raises OSError."""
+    is_new = not path.exists()
+    with path.open("a"):
+        pass
+    if is_new:
+        path.unlink()
 
 
 def _dump(options: argparse.Namespace) -> int:

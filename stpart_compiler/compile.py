@@ -20,7 +20,8 @@ from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.build_programs import BuildPrograms, Programs, peak_of
 from stpart_compiler.passes.decompose import Decompose
-from stpart_compiler.passes.make_plan import MakePlan, check_plan
+from stpart_compiler.passes.fit_plan import FitPlan
+from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated, Propagate
 from stpart_compiler.passes.regions import FuseRegions
@@ -29,6 +30,7 @@ from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.templates import template as named_template
 from stpart_compiler.pauses import same_random, without_gc
 from stpart_compiler.runtime.agree import agree_on_plan, check_world
+from stpart_compiler.runtime.modes import in_modes
 
 MEMORY_ROUNDS = 5
 """How often the solver's memory estimate is corrected by the exact one of the generated programs."""
@@ -76,7 +78,7 @@ def compile_model(
         memory_limit: bytes or a text such as "16GiB", per rank; None: the cluster device's memory.
         cluster: preset name, path of a TOML, or Cluster; None: a generic preset of the device type.
         template: None solves; else one of `templates()`, the named plan.
-        plan: use this plan, made before for the same model and mesh.
+        plan: use this plan, made before for the same model and mesh; the sizes of the inputs may be others.
         loss_fn: takes the model's output, gives a scalar; traced into the step.
         training: False compiles forward alone.
         solver: seed, time limit, gap, workers, optimizer.
@@ -87,14 +89,13 @@ def compile_model(
 
     Raises:
         ValueError: a bad mesh, limit, cluster, template or plan; the message says what was expected.
+        TypeError: an argument of another type than expected, or inputs that the model's forward does not take.
         GraphBreakError: the model cannot be captured as one graph.
         InfeasibleError: no plan fits in the memory limit.
     """
-    if not isinstance(example_args, (tuple, list)):
-        raise TypeError(
-            f"example_args: expected a tuple of the model's arguments, got {type(example_args).__name__};"
-            " one argument is (x,)"
-        )
+    _check_kinds(example_args, example_kwargs, plan, loss_fn, solver)
+    if plan is not None and template is not None:
+        raise ValueError(f"template: {template!r} beside a plan, which says all that it would; give one of them")
     say = progress or (lambda text: None)
     options = solver or SolverOptions()
     asked = parse_mesh(mesh)
@@ -113,15 +114,55 @@ def compile_model(
 
     def solve() -> tuple[Plan, Programs]:
         if plan is not None:
-            check_plan(plan, graphs.of(plan.regions), asked)
-            return search.checked(plan)
+            graph = graphs.of(plan.regions)
+            return search.checked(FitPlan(search.costs, options).apply(plan, graph, asked))
         return search.run()
 
-    decided, programs = agree_on_plan(solve, search.checked)
+    decided, programs = agree_on_plan(graphs.plain.captured.digest(), solve, search.checked)
     dumper.plan(decided)
     dumper.programs(programs.artifacts)
+
+    def again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledModel:
+        with in_modes(model, captured.modes):
+            return compile_model(
+                model,
+                args,
+                kwargs,
+                mesh=asked,
+                memory_limit=limit,
+                cluster=prices,
+                plan=decided,
+                loss_fn=loss_fn,
+                training=training,
+                solver=options,
+                device=device,
+                progress=progress,
+            )
+
     graph = graphs.of(decided.regions)
-    return CompiledModel(decided, programs.interface, programs.artifacts, graph, programs.placement, model)
+    return CompiledModel(decided, programs.interface, programs.artifacts, graph, programs.placement, model, again)
+
+
+def _check_kinds(args: object, kwargs: object, plan: object, loss_fn: object, solver: object) -> None:
+    """Raises:
+    TypeError: an argument of `compile_model` is of another type than expected.
+    """
+    arguments = "a tuple of the model's arguments; one argument is (x,)"
+    checks = (
+        ("example_args", args, isinstance(args, (tuple, list)), arguments),
+        ("example_kwargs", kwargs, kwargs is None or isinstance(kwargs, Mapping), "a dict of the model's keywords"),
+        ("plan", plan, plan is None or isinstance(plan, Plan), "a Plan; Plan.from_json(text) reads a saved one"),
+        ("loss_fn", loss_fn, loss_fn is None or callable(loss_fn), "a function of the model's output"),
+        (
+            "solver",
+            solver,
+            solver is None or isinstance(solver, SolverOptions),
+            "SolverOptions, as in SolverOptions()",
+        ),
+    )
+    for name, given, fits, expected in checks:
+        if not fits:
+            raise TypeError(f"{name}: got {type(given).__name__}, expected {expected}")
 
 
 def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:

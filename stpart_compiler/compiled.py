@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
+import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_unflatten
 
 from stpart_compiler.inspect.text import dump_annotated, plan_table, to_dot
 from stpart_compiler.ir.artifact import Interface, RankArtifact
@@ -19,10 +22,14 @@ from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.codegen import Placement
 from stpart_compiler.passes.emit_fx import emit_fx
 from stpart_compiler.passes.propagate import Annotated
-from stpart_compiler.runtime.agree import local_engine
+from stpart_compiler.runtime.agree import check_same_programs, is_online, local_engine
+from stpart_compiler.runtime.calls import Sizes, call_leaves, call_sizes, compiled_sizes, differs_in_sizes_only
 from stpart_compiler.runtime.materialize import materialize
 from stpart_compiler.runtime.rank_module import RankModule
 from stpart_compiler.runtime.runner import StepResult, run_in_process
+
+# Tracing changes what is global, and the threads of several ranks may ask for it.
+_COMPILING = threading.Lock()
 
 Initializer = Callable[[str, torch.Tensor], object]
 
@@ -39,7 +46,8 @@ class CompiledModel:
     """A plan with the verified programs of all ranks.
 
     Parameters come from the model that was compiled, from a state dict (`load_state_dict`), or, for a meta model, from
-    an initializer (`initialize`); each rank takes its blocks.
+    an initializer (`initialize`); each rank takes its blocks. `again` compiles the same model for another call under
+    the same plan; it keeps the model alive.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class CompiledModel:
         graph: Annotated | None,
         placement: Placement | None,
         model: nn.Module | None,
+        again: Callable[[tuple[Any, ...], dict[str, Any]], CompiledModel] | None = None,
     ) -> None:
         self.plan = plan
         self.interface = interface
@@ -60,6 +69,8 @@ class CompiledModel:
         self._state: Mapping[str, torch.Tensor] | None = None
         self._initializer: Initializer | None = None
         self._programs: dict[int, RankModules] = {}
+        self._again = again
+        self._by_sizes = {compiled_sizes(interface): self}
 
     def __repr__(self) -> str:
         return f"CompiledModel({self.plan.summary()})"
@@ -109,10 +120,24 @@ class CompiledModel:
         """Module of a rank: local parameters, differentiable forward. It runs once given an engine (`local_module`)."""
         programs = self.program(rank)
         params, buffers = self.local_state(rank, device)
-        return RankModule(self.artifacts[rank], programs.forward, programs.backward, params, buffers, engine)
+        more = _OtherSizes(self, rank) if self._again is not None else None
+        return RankModule(self.artifacts[rank], programs.forward, programs.backward, params, buffers, engine, more)
+
+    def sized(self, leaves: list[Any]) -> CompiledModel:
+        """This model for the sizes of a call: compiled once more under the same plan where they are new."""
+        sizes = call_sizes(leaves)
+        if self._again is None or not differs_in_sizes_only(self.interface, leaves):
+            return self
+        with _COMPILING:
+            if sizes not in self._by_sizes:
+                with _told(sizes):
+                    self._by_sizes[sizes] = self._again(*tree_unflatten(leaves, self.interface.in_spec))
+            return self._by_sizes[sizes]
 
     def local_module(self, timeout_s: float = 600.0, device: torch.device | str | None = None) -> RankModule:
         """Module of this process's rank, inside torchrun or an initialised process group.
+
+        Called with inputs of other sizes it compiles once more, for which it keeps the model that was compiled.
 
         Raises:
             RuntimeError: no process group, another world size, or the ranks do not hold the same plan.
@@ -123,9 +148,10 @@ class CompiledModel:
     def run_in_process(self, *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> StepResult:
         """One step of all ranks in this process, a thread and a real gloo group each, on the global inputs."""
         states = [self.local_state(rank) for rank in range(self.world_size)]
-        programs = [self.program(rank) for rank in range(self.world_size)]
+        sized = self.sized(call_leaves(self.interface, args, kwargs))
+        programs = [sized.program(rank) for rank in range(self.world_size)]
         return run_in_process(
-            self.artifacts,
+            sized.artifacts,
             [(p.forward, p.backward) for p in programs],
             [params for params, _ in states],
             [buffers for _, buffers in states],
@@ -169,6 +195,44 @@ class CompiledModel:
         if self._state is not None or self._initializer is not None:
             return True
         return self._model is not None and all(not p.is_meta for p in self._model.parameters())
+
+
+@contextlib.contextmanager
+def _told(sizes: Sizes) -> Iterator[None]:
+    """Errors within say what was compiled, and what to do instead."""
+    try:
+        yield
+    except ValueError as error:
+        error.add_note(
+            f"raised while compiling for a call with inputs of other sizes, {sizes}: leave such calls out"
+            " (drop_last=True in a DataLoader), or compile a second model for them"
+        )
+        raise
+
+
+class _OtherSizes:
+    """Compiles for calls of a rank module with other sizes. Its copies share it; a pickled one goes without."""
+
+    def __init__(self, compiled: CompiledModel, rank: int) -> None:
+        self.compiled = compiled
+        self.rank = rank
+
+    def __call__(self, leaves: list[Any]) -> tuple[RankArtifact, fx.GraphModule, fx.GraphModule | None]:
+        sized = self.compiled.sized(leaves)
+        if is_online():
+            check_same_programs(sized.artifacts)
+        programs = sized.program(self.rank)
+        return sized.artifacts[self.rank], programs.forward, programs.backward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OtherSizes:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _none, ()
+
+
+def _none() -> None:
+    return None
 
 
 class LoadedModel(CompiledModel):

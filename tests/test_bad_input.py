@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,9 +52,10 @@ def says(error: type[Exception], *texts: str) -> Any:
         ((2, 0), ("mesh: axis 'c' has size 0", "every axis needs at least one rank")),
         ({}, ("mesh: needs", "at least one axis")),
         ({"r": -2}, ("mesh: axis 'r' has size -2", "every axis needs at least one rank")),
+        (10**6, ("mesh: d=1000000 has 1000000 ranks, expected at most 1024", "use a smaller mesh")),
     ],
 )
-def test_empty_mesh(mesh: Any, texts: tuple[str, ...]) -> None:
+def test_mesh_of_too_few_or_many_ranks(mesh: Any, texts: tuple[str, ...]) -> None:
     with says(ValueError, *texts):
         compiled_net(mesh)
 
@@ -77,8 +79,80 @@ def test_mesh_of_other_sizes(mesh: Any) -> None:
 
 
 def test_one_tensor_is_no_tuple_of_arguments() -> None:
-    with says(TypeError, "example_args: expected a tuple of the model's arguments, got Tensor", "one argument is (x,)"):
+    with says(TypeError, "example_args: got Tensor, expected a tuple of the model's arguments; one argument is (x,)"):
         st.compile_model(nn.Linear(4, 4), torch.randn(1, 4), mesh=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"solver": {}}, "solver: got dict, expected SolverOptions"),
+        ({"plan": "plan.json"}, "plan: got str, expected a Plan; Plan.from_json(text) reads a saved one"),
+        ({"loss_fn": 3}, "loss_fn: got int, expected a function of the model's output"),
+        ({"cluster": 8}, "cluster: expected the name of a preset, a path or a Cluster, got int"),
+        ({"example_kwargs": [1]}, "example_kwargs: got list, expected a dict"),
+    ],
+)
+def test_arguments_of_another_type(options: dict[str, Any], text: str) -> None:
+    with says(TypeError, text):
+        compiled_net(**options)
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor, *, times: int = 2) -> Tensor:
+        return x * times
+
+
+class Wrapped(Twice):
+    @functools.wraps(Twice.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **{"times" if key == "factor" else key: x for key, x in kwargs.items()})
+
+
+@pytest.mark.parametrize("model", [Twice(), Wrapped()])
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [
+        ((), {}, "missing a required argument: 'x'"),
+        ((1, 2), {}, "too many positional arguments"),
+        ((1,), {"y": 3}, "got an unexpected keyword argument 'y'"),
+    ],
+)
+def test_arguments_that_forward_does_not_take(model: nn.Module, args: Any, kwargs: Any, text: str) -> None:
+    name = type(model).__name__
+    signature = "forward(x: 'Tensor', *, times: 'int' = 2)"
+    with says(TypeError, f"{name}.forward() {text}; example_args and example_kwargs must fit {signature}"):
+        st.compile_model(model, tuple(torch.ones(2) for _ in args), kwargs, mesh=1)
+
+
+def test_arguments_that_a_wrapper_of_forward_takes() -> None:
+    compiled = st.compile_model(Wrapped(), (torch.ones(2),), {"factor": 3}, mesh=1, training=False)
+    assert compiled.run_in_process(torch.ones(2), factor=3).outputs.tolist() == [3, 3]
+
+
+def test_template_beside_a_plan(plan: Plan) -> None:
+    with says(ValueError, "template: 'data' beside a plan, which says all that it would; give one of them"):
+        compiled_net(2, plan=plan, template="data")
+
+
+def test_recurrent_modules() -> None:
+    model = nn.LSTM(4, 4)
+    with says(st.GraphBreakError, "Dynamo does not support RNN, GRU, or LSTM", "a loop over nn.RNNCell", "allow_rnn"):
+        st.compile_model(model, (torch.ones(2, 4),), mesh=1, loss_fn=lambda y: y[0].sum())
+
+
+def test_a_call_nested_in_another_way() -> None:
+    class Pair(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return (pair[0] + pair[1]).sum()
+
+    x = torch.ones(2, 2)
+    module = st.compile_model(Pair(), ((x, x),), mesh=1).rank_module(0)
+    with says(
+        ValueError, "of which args[0] is a list of 2 instead of a tuple of 2; call it as it was compiled"
+    ) as caught:
+        module([x, x])
+    assert "TreeSpec" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -163,8 +237,8 @@ def test_plan_for_another_torch(plan: Plan) -> None:
 def test_plan_for_another_model(plan: Plan) -> None:
     with says(ValueError, "plan: made for another model", "only in the model: [", "that differ: ['layers.2."):
         compiled_net(2, plan=plan, model=Net(layers=3).double())
-    with says(ValueError, "plan: made for another model or other example inputs", "shapes, dtypes or constants differ"):
-        compiled_net(2, plan=plan, x=torch.randn(6, 8, dtype=torch.float64))
+    with says(ValueError, "plan: made for another model", "parameters that differ: ['layers.0.bias', 'layers.0."):
+        compiled_net(2, plan=plan, model=Net(width=6).double(), x=torch.randn(4, 6, dtype=torch.float64))
 
 
 def test_plan_text_that_is_none() -> None:
@@ -203,8 +277,8 @@ def test_model_of_several_graphs(model: type[nn.Module], mark: str) -> None:
 def test_other_inputs_than_compiled_for() -> None:
     module = compiled_net(1, template="data")
     texts = ("input 'args[0]': expected torch.float64 of shape (4, 8), got",)
-    with says(ValueError, *texts, "torch.float64 of shape (5, 8)", "compile for that shape and dtype"):
-        module.run_in_process(torch.randn(5, 8, dtype=torch.float64))
+    with says(ValueError, *texts, "torch.float64 of shape (5, 8, 1)", "compile for that shape and dtype"):
+        module.run_in_process(torch.randn(5, 8, 1, dtype=torch.float64))
     with says(ValueError, *texts, "torch.float32 of shape (4, 8)", "compile for that shape and dtype"):
         module.run_in_process(torch.randn(4, 8))
     with says(ValueError, "compiled for a call with 1 positional arguments", "got 0 positional", "compile again"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -453,3 +455,25 @@ def test_state_that_is_no_buffer_is_told(inside: bool) -> None:
     name = "1" if inside else r"\(the model\)"
     with pytest.warns(UserWarning, match=f"module {name} assigns to an attribute of its own in forward"):
         capture(model, (torch.randn(2, 4),))
+
+
+class Grumbling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        warnings.warn(f"old shape {x.shape[0]}", DeprecationWarning, stacklevel=1)  # GRUMBLE
+        return self.layer(x)
+
+
+def test_warnings_of_traced_code_are_shown_at_their_line() -> None:
+    """Each once; and warn is Python's own again afterwards."""
+    lines = Path(__file__).read_text().splitlines()
+    warn = warnings.warn
+    with pytest.warns() as caught:
+        capture(Grumbling(), (torch.ones(3, 4),))
+    [warning] = caught
+    assert (str(warning.message), warning.category) == ("old shape 3", DeprecationWarning)
+    assert (warning.filename, lines[warning.lineno - 1].split("# ")[-1]) == (__file__, "GRUMBLE")
+    assert warnings.warn is warn

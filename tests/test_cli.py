@@ -105,6 +105,14 @@ def test_plan_prints_the_table_and_writes_json(model: str, tmp_path: Path, capsy
     assert "] capture" in printed.err, "plain progress lines when the stream is no terminal"
 
 
+def test_a_file_that_cannot_be_written_stops_before_the_work(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stpart_compiler.cli.compile_model", None)
+    for output in (tmp_path / "missing" / "plan.json", tmp_path):
+        assert str(output) in error_of(["plan", model, "--mesh", "2", "-o", str(output)], capsys)
+
+
 def test_dump(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = [model, "--mesh", "2", "--template", "zero3"]
     assert main(["dump", *common, "--text"]) == 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -21,6 +23,9 @@ from torch.utils import _pytree as pytree
 
 from stpart_compiler.capture.types import GraphBreakError
 
+if TYPE_CHECKING:
+    from stpart_compiler.capture.trace import Step
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
 # Dynamo says so where the model's own code raised; anything else is a construct that it cannot trace.
@@ -30,9 +35,13 @@ _FIX = (
     "capture needs one graph: replace the construct by tensor operations of static shape (torch.where, masks), "
     "move it out of forward, or decide it from Python values that do not depend on tensor data"
 )
+_FIX_RNN = (
+    "write the recurrence as a loop over nn.RNNCell, nn.GRUCell or nn.LSTMCell, which can be captured; "
+    "torch._dynamo.config.allow_rnn = True lets dynamo try the module itself, which fails for some dtypes and devices"
+)
 
 
-def retry_or_explain(error: Exception, step: nn.Module, inputs: Sequence[torch.Tensor], mode: FakeTensorMode) -> None:
+def retry_or_explain(error: Exception, step: Step, inputs: Sequence[torch.Tensor], mode: FakeTensorMode) -> None:
     """Return if tracing may succeed now; else raise the model's own exception, or a GraphBreakError.
 
     Tracing may succeed once dataclasses of the model's output, if not known to pytree, are registered there. Runs the
@@ -42,12 +51,25 @@ def retry_or_explain(error: Exception, step: nn.Module, inputs: Sequence[torch.T
         with mode:
             output = step(*inputs)
     except Exception as own:
+        if isinstance(own, TypeError):
+            refuse_wrong_call(step.model, *step.example())
         if not any(reason in str(error) for reason in _MODEL_RAISED) or isinstance(own, _DATA_DEPENDENT):
             raise graph_break(error) from error
         own.add_note("capture: the model raised this on the example inputs, before anything was compiled")
         raise own from None
     if not register_dataclasses(output):
         raise graph_break(error) from error
+
+
+def refuse_wrong_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise TypeError, as Python would, if the model's forward takes no such arguments."""
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(model).__name__}.forward() {error}; example_args and example_kwargs must fit forward{signature}"
+        ) from None
 
 
 def register_dataclasses(output: Any) -> bool:
@@ -67,7 +89,8 @@ def graph_break(error: Exception) -> GraphBreakError:
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the model"
     code = f" in `{frames[-1].line}`" if frames and frames[-1].line else ""
     reason = re.split(r"\n\s*(?:Hint|Developer debug context|Caused by|from user code)", str(error))[0].strip()
-    return GraphBreakError(f"{where}: the model cannot be captured as one graph{code}: {reason}\n{_FIX}")
+    fix = _FIX_RNN if "RNN, GRU, or LSTM" in reason else _FIX
+    return GraphBreakError(f"{where}: the model cannot be captured as one graph{code}: {reason}\n{fix}")
 
 
 def refuse_dynamic_shapes(graph: fx.GraphModule) -> None:
@@ -95,6 +118,11 @@ def _place(node: fx.Node) -> str:
 
 def user_line(node: fx.Node) -> str:
     """Innermost file:line of the user's model that a node comes from, "" where unknown."""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return _innermost_line(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(maxsize=10_000)
+def _innermost_line(stack_trace: str) -> str:
+    lines = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
     own = [(file, line) for file, line in lines if not file.startswith((_TORCH, _OWN))]
     return ":".join(own[-1]) if own else ""

@@ -61,5 +61,5 @@ def _none(position_ids: torch.Tensor) -> None:
 
 
 def _argument(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    return (bound | kwargs).get(name)
+    names = list(inspect.signature(model.forward).parameters)
+    return (dict(zip(names, args, strict=False)) | kwargs).get(name)

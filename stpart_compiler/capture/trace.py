@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,12 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export._trace import _restore_state_dict
 from torch.utils import _pytree as pytree
 
-from stpart_compiler.capture.breaks import refuse_dynamic_shapes, retry_or_explain
+from stpart_compiler.capture.breaks import refuse_dynamic_shapes, refuse_wrong_call, retry_or_explain
 from stpart_compiler.capture.fake import Faker
 from stpart_compiler.capture.flatten import flatten_joint
 from stpart_compiler.capture.hf import eager_masks, has_labels, hf_overrides, is_hf_model
 from stpart_compiler.capture.names import Call, State
 from stpart_compiler.capture.types import Captured
+from stpart_compiler.capture.warn import recorded_warnings, show_warnings
 from stpart_compiler.pauses import same_random, without_gc
 
 _BUILD_GUARDS = "_suggest_or_raise_constraint_violation"
@@ -43,6 +43,10 @@ class Step(nn.Module):
         self.is_hf = is_hf_model(model)
         self.overrides = hf_overrides(model) if self.is_hf else {}
         self.labelled = self.is_hf and has_labels(model, *call.tree())
+
+    def example(self) -> Any:
+        """The call's (args, kwargs), with None in the place of tensors."""
+        return pytree.tree_unflatten(self.leaves, self.spec)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         leaves = list(self.leaves)
@@ -79,12 +83,15 @@ def capture(
     without a cache and give, without a `loss_fn`, the loss alone when `labels` are given, else the logits alone; a
     `loss_fn` gets their ModelOutput (`output.logits`).
 
-    Raises TypeError if `model` is not an nn.Module; GraphBreakError where its Python cannot be captured as one graph;
-    ValueError if it writes into its inputs or parameters; and what the model itself raises on these inputs.
+    Raises TypeError if `model` is not an nn.Module, or cannot be called with these inputs; GraphBreakError where its
+    Python cannot be captured as one graph; ValueError if it writes into its inputs or parameters; and what the model
+    itself raises on these inputs.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"capture: model must be a torch.nn.Module, got {type(model).__name__}")
     call = Call.of(tuple(example_args), dict(example_kwargs or {}))
+    if not hasattr(model.forward, "__wrapped__") and not model._forward_pre_hooks:  # these may take more than is said
+        refuse_wrong_call(model, *call.tree())
     modes = {name: module.training for name, module in model.named_modules(remove_duplicate=False)}
     step = Step(model, loss_fn, call)
     faker = Faker(step, call.leaves)
@@ -126,29 +133,15 @@ def _nothing(*args: object) -> None:
 
 def _dynamo_graph(step: Step, inputs: list[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     """The forward graph in torch calls, with parameters and buffers as attributes under the step's own names."""
-    with torch._dynamo.config.patch(side_effect_replay_policy="warn"), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with torch._dynamo.config.patch(side_effect_replay_policy="warn"), recorded_warnings() as caught:
         try:
             graph = functional_export._dynamo_graph_capture_for_export(step)(*inputs)
         except Exception as error:
             retry_or_explain(error, step, inputs, mode)
             graph = functional_export._dynamo_graph_capture_for_export(step)(*inputs)
-    for warning in caught:
-        _tell_changed(str(warning.message))
+    show_warnings(caught)
     _restore_state_dict(step, graph)
     return graph
-
-
-def _tell_changed(message: str) -> None:
-    """Warn of modules that assign to their own attributes in forward; dynamo lists what Python does on the way."""
-    for source in re.findall(r"\"L\['self'\]([^\"]*)\"", message):
-        names = re.findall(r"\._modules\['([^']+)'\]", source)
-        if source.endswith("]") and names[:2] == ["_export_root", "model"]:
-            warnings.warn(
-                f"capture: module {'.'.join(names[2:]) or '(the model)'} assigns to an attribute of its own in forward;"
-                " the compiled step does not, and reads the value of compile time: make it a buffer (register_buffer)",
-                stacklevel=2,
-            )
 
 
 def _unalias_outputs(graph: fx.GraphModule) -> None:

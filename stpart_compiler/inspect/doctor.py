@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from stpart_compiler.capture.breaks import user_line
 from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.ir.plan import layers_folded
 from stpart_compiler.passes.propagate import Annotated, OpNode
@@ -66,14 +65,13 @@ def diagnose(graph: Annotated) -> Diagnosis:
 
 
 def _findings(graph: Annotated) -> Iterator[Finding]:
-    nodes = {node.name: node for node in graph.captured.gm.graph.nodes}
     for members in graph.classes:
         op = members[0]
         reason = _reason(op)
         if reason is not None:
             path = layers_folded(op.module_path) if len(members) > 1 else op.module_path
             shapes = tuple(operand.shape for operand in op.call.operands)
-            yield Finding(_name(op), path, user_line(nodes[op.name]), shapes, reason, len(members))
+            yield Finding(_name(op), path, op.line, shapes, reason, len(members))
 
 
 def _reason(op: OpNode) -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+MOST_RANKS = 1024
 _DEFAULT_NAMES = {1: ("d",), 2: ("r", "c"), 3: ("x", "y", "z")}
 
 
@@ -93,9 +94,20 @@ def parse_mesh(spec: Any) -> Mesh:
     """Mesh from `4`, `(2, 2)`, `{"r": 2, "c": 2}`, a torch DeviceMesh or a Mesh.
 
     Raises:
-        ValueError: the spec is empty, has a size below one, or is a DeviceMesh whose ranks are not 0..n-1 in order.
+        ValueError: the spec is empty, has a size below one or too many ranks, or is a DeviceMesh whose ranks are not
+            0..n-1 in order.
         TypeError: the spec is of another type.
     """
+    mesh = _parsed(spec)
+    if mesh.world_size > MOST_RANKS:
+        raise ValueError(
+            f"mesh: {mesh} has {mesh.world_size} ranks, expected at most {MOST_RANKS}: the programs of all ranks are"
+            " made and checked in one process; use a smaller mesh"
+        )
+    return mesh
+
+
+def _parsed(spec: Any) -> Mesh:
     if isinstance(spec, Mesh):
         return spec
     if isinstance(spec, bool):

@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Proven relative distance to the best plan of the space."""
+        """Proven relative distance to the best plan of the space; 1 where nothing is proven."""
         return 0.0 if self.seconds <= 0 else max(0.0, 1 - self.bound_seconds / self.seconds)
 
     @property
@@ -139,7 +139,7 @@ class Plan:
         name = f"template {self.template}" if self.template else "solved"
         lines = [
             f"plan ({name}) on mesh {self.mesh}, digest {self.digest[:12]}",
-            f"  predicted step {self.seconds * 1e3:.3f} ms, proven within {100 * self.gap:.1f} % of the best",
+            f"  predicted step {self.seconds * 1e3:.3f} ms, {self._proof()}",
             "  memory per rank: " + ", ".join(f"{key} {value / 2**20:.1f} MiB" for key, value in self.memory.items()),
         ]
         for template, seconds in sorted(self.yardsticks.items(), key=lambda item: item[1]):
@@ -150,6 +150,9 @@ class Plan:
         if self.discovered_ops:
             lines.append(f"  rules found by trial: {', '.join(self.discovered_ops)}")
         return "\n".join(lines)
+
+    def _proof(self) -> str:
+        return f"proven within {100 * self.gap:.1f} % of the best" if self.gap < 1 else "no bound: given, not solved"
 
     def explain(self, name: str) -> str:
         """Why an op (graph node or module path) is placed as it is: its layouts, cost, and the best alternatives here.

@@ -40,12 +40,16 @@ class Value:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an instruction comes from: graph node, module path, and what it does there (with the time step, if any)."""
+    """Where an instruction comes from: graph node, module path, and what it does there (with the time step, if any).
+
+    `line`: file and line of the user's model, where known.
+    """
 
     node: str = ""
     module_path: str = ""
     note: str = ""
     step: int | None = None
+    line: str = ""
 
     def __str__(self) -> str:
         where = f"{self.module_path}: {self.node}" if self.module_path else self.node

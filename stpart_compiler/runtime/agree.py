@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from stpart_compiler.ir.artifact import RankArtifact, messages_digest
+from stpart_compiler.ir.artifact import Interface, RankArtifact, messages_digest
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan
-from stpart_compiler.runtime.engine import Engine, online_engine
+from stpart_compiler.runtime.calls import Sizes
+from stpart_compiler.runtime.engine import FORMING, Engine, Label, online_engine
 
 T = TypeVar("T")
+
+_SIZES_TAG = 0
+_SAME_STEP = "every rank must compile the same model, inputs and options"
 
 
 def is_online() -> bool:
@@ -34,10 +40,17 @@ def check_world(mesh: Mesh) -> None:
         )
 
 
-def agree_on_plan(solve: Callable[[], tuple[Plan, T]], rebuild: Callable[[Plan], tuple[Plan, T]]) -> tuple[Plan, T]:
-    """Rank 0 solves and sends its plan, or its error, to all; without a process group it just solves."""
+def agree_on_plan(
+    graph_digest: str, solve: Callable[[], tuple[Plan, T]], rebuild: Callable[[Plan], tuple[Plan, T]]
+) -> tuple[Plan, T]:
+    """Rank 0 solves and sends its plan, or its error, to all; without a process group it just solves.
+
+    Raises:
+        RuntimeError: the ranks have captured different graphs.
+    """
     if not is_online():
         return solve()
+    _check_same("graph", _everyones(graph_digest), _SAME_STEP)
     message: list[Any] = [None]
     made: tuple[Plan, T] | None = None
     error: Exception | None = None
@@ -71,19 +84,54 @@ def local_engine(artifacts: Sequence[RankArtifact], timeout_s: float) -> Engine:
         )
     interface = artifacts[0].interface
     check_world(interface.mesh)
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, (interface.plan_digest, messages_digest(artifacts)))
-    _check_same(
-        "plan",
-        [plan for plan, _ in digests],
-        "every rank must compile the same model, inputs and options, or load the same plan",
-    )
+    check_same_programs(artifacts)
+    return online_engine(timeout_s)
+
+
+def check_same_programs(artifacts: Sequence[RankArtifact]) -> None:
+    """Raises:
+    RuntimeError: a rank of the process group holds another plan or other programs.
+    """
+    digests = _everyones((artifacts[0].interface.plan_digest, messages_digest(artifacts)))
+    _check_same("plan", [plan for plan, _ in digests], f"{_SAME_STEP}, or load the same plan")
     _check_same(
         "program",
         [programs for _, programs in digests],
         "the same plan gave other programs: all ranks need the same versions of torch, this package and custom ops",
     )
-    return online_engine(timeout_s)
+
+
+def agree_on_sizes(engine: Engine, interface: Interface, sizes: Sizes, device: torch.device) -> None:
+    """All ranks are about to compile for inputs of these sizes.
+
+    Raises:
+        RuntimeError: another rank is called with inputs of other sizes that are new too.
+        CommTimeoutError: another rank is called with sizes that it has programs for, or not at all.
+    """
+    mine = torch.tensor([int.from_bytes(hashlib.sha256(repr(sizes).encode()).digest()[:7])], device=device)
+    peers = [rank for rank in range(engine.world_size) if rank != engine.rank]
+    theirs = [torch.empty_like(mine) for _ in peers]
+    shown = ", ".join(f"{slot.path} {size}" for slot, size in zip(interface.inputs, sizes, strict=True) if size)
+    # A channel of its own: ranks that run a program meanwhile must not take this for one of its messages.
+    channel, tags = interface.channels, [_SIZES_TAG] * len(peers)
+    label = Label(f"(compiling for inputs of other sizes: {shown})", "(the model)", tuple(peers))
+    engine.labels = {FORMING: label, (channel, _SIZES_TAG): label}
+    engine.prepare(channel + 1)
+    engine.exchange([mine] * len(peers), peers, tags, theirs, peers, tags, channel)
+    engine.wait(tags[:1], channel)
+    other = [peer for peer, their in zip(peers, theirs, strict=True) if not torch.equal(their, mine)]
+    if other:
+        raise RuntimeError(
+            f"rank {engine.rank}: called with inputs of the sizes {shown}, but ranks {other} with others; inputs are"
+            " global tensors: give all ranks the same"
+        )
+
+
+def _everyones(mine: T) -> list[T]:
+    """What each rank gives, in rank order."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def _check_same(what: str, digests: list[str], advice: str) -> None:

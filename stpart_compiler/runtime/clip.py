@@ -11,7 +11,8 @@ from torch import Tensor
 from stpart_compiler.ir.artifact import TensorSlot
 from stpart_compiler.ir.layout import coordinate, holders
 from stpart_compiler.runtime.engine import Engine
-from stpart_compiler.runtime.rank_module import RankModule, owner_of
+from stpart_compiler.runtime.owners import owner_of
+from stpart_compiler.runtime.rank_module import RankModule
 
 # Collectives are told apart by (channel, tag), and programs use channels from 0 on.
 _CHANNEL = -1

@@ -25,6 +25,9 @@ from stpart_compiler.runtime.transport import GlooTransport, Started, TorchTrans
 _REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
 _REDUCIBLE = frozenset((*_REAL, torch.complex64, torch.complex128))
 
+FORMING = (-1, -1)
+"""Channel and tag that forming groups is labelled with."""
+
 Peer = int | tuple[int, ...]
 """The other side of a message: one rank, or all ranks of a collective."""
 
@@ -154,7 +157,7 @@ class Engine:
         try:
             self._transport.prepare(channels, groups)
         except RuntimeError as error:
-            self._fail("forming groups", tuple(range(self.world_size)), -1, -1, started, error)
+            self._fail("forming groups", tuple(range(self.world_size)), FORMING[1], FORMING[0], started, error)
 
     def begin_step(self) -> None:
         """Forget the messages of the last step."""

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from stpart_compiler.runtime.clip import largest_over_ranks
-from stpart_compiler.runtime.rank_module import RankModule, owner_of
+from stpart_compiler.runtime.owners import owner_of
+from stpart_compiler.runtime.rank_module import RankModule
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -82,11 +82,26 @@ def arange_block(
     return (positions * step + start).to(dtype)
 
 
+def check_indices(indices: torch.Tensor, span: Span) -> None:
+    """What the whole op checks, and a block cannot: an index that lies in no block would give zeros.
+
+    Raises:
+        IndexError: an index is out of range (RuntimeError on a GPU, and later).
+    """
+    low, high = 0, math.prod(size for _, size, _, _ in span)
+    wrong = (indices < low) | (indices >= high)
+    if indices.device.type != "cpu":
+        torch._assert_async(~wrong.any())
+    elif bool(wrong.any()):
+        raise IndexError(f"index out of range: got {int(indices[wrong][0])}, expected {low}..{high - 1}")
+
+
 def embedding_block(weight: torch.Tensor, indices: torch.Tensor, span: Span) -> torch.Tensor:
     """Rows of a block of the embedding table; zeros for indices outside the block. Shares add up.
 
     weight [block, hidden], indices [...] -> [..., hidden].
     """
+    check_indices(indices, span)
     index, inside = positions_in_block(indices, span)
     return torch.where(inside[..., None], torch.nn.functional.embedding(index, weight), 0)
 
@@ -102,6 +117,7 @@ def embedding_backward_block(grad: torch.Tensor, indices: torch.Tensor, span: Sp
 
 def gather_block(x: torch.Tensor, dim: int, indices: torch.Tensor, span: Span) -> torch.Tensor:
     """`gather` from a block of x along `dim`; zeros for indices outside the block. Shares add up."""
+    check_indices(indices, span)
     index, inside = positions_in_block(indices, span)
     return torch.where(inside, torch.gather(x, dim, index), 0)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -35,6 +36,20 @@ def take_modes(root: nn.Module, modes: Mapping[str, bool]) -> list[Mode]:
         if name:
             found.append((name, module, mode))
     return found
+
+
+@contextlib.contextmanager
+def in_modes(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
+    """Within: the modules of `model` are in these modes. After: as before."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    before = {name: module.training for name, module in modules.items()}
+    try:
+        for name in modules.keys() & modes.keys():
+            modules[name].training = modes[name]
+        yield
+    finally:
+        for name, mode in before.items():
+            modules[name].training = mode
 
 
 def check_modes(root: nn.Module, modes: list[Mode], traced: bool) -> None:

@@ -1,14 +1,13 @@
 """One rank's model: local parameters under the model's own names, and a differentiable forward over its two programs.
 
-The parameters are plain local `nn.Parameter`s, so every torch optimizer works on them. `forward` takes the global
-inputs, the same on every rank (the program cuts its own part), and returns global outputs. All communication happens
-inside of the programs, through the engine that the module was attached to.
+The parameters are plain local `nn.Parameter`s, so every elementwise torch optimizer works on them. `forward` takes the
+global inputs, the same on every rank (the program cuts its own part), and returns global outputs. All communication
+happens inside of the programs, through the engine that the module was attached to.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -16,26 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils._pytree import tree_unflatten
 
-from stpart_compiler.ir.artifact import InputSlot, Interface, Port, RankArtifact, TensorSlot
+from stpart_compiler.ir.artifact import Interface, Port, RankArtifact, TensorSlot
 from stpart_compiler.ir.layout import local_shape
-from stpart_compiler.ir.program import Instr, RankProgram
+from stpart_compiler.ir.program import Instr, Origin, RankProgram
+from stpart_compiler.passes.emit_fx import raised_in
 from stpart_compiler.runtime import ops as _ops  # noqa: F401  (defines the ops that the programs call)
-from stpart_compiler.runtime.engine import Engine, Label, Peer
+from stpart_compiler.runtime.agree import agree_on_sizes
+from stpart_compiler.runtime.calls import call_leaves, call_sizes, checked_leaf, compiled_sizes, differs_in_sizes_only
+from stpart_compiler.runtime.engine import CommTimeoutError, Engine, Label, Peer
 from stpart_compiler.runtime.modes import check_modes, submodule, take_modes
+from stpart_compiler.runtime.optimizers import watch_optimizers
+from stpart_compiler.runtime.owners import own
 from stpart_compiler.runtime.random_ops import drawn, share_state
 
-# Which module owns a parameter, and what it is. Values hold the module weakly: it holds the parameter.
-_OWNERS: Any = WeakIdKeyDictionary()
-
-
-def owner_of(param: Tensor) -> tuple[RankModule, TensorSlot] | None:
-    """The rank module that a parameter belongs to, and its slot there; None for any other tensor."""
-    reference, slot = _OWNERS.get(param, (None, None))
-    module = reference() if reference is not None else None
-    return None if module is None else (module, slot)
+OtherSizes = Callable[[list[Any]], tuple[RankArtifact, GraphModule, GraphModule | None]]
+"""Leaves of a call -> what a rank runs for calls of these sizes. All ranks ask together."""
 
 
 class RankModule(nn.Module):
@@ -46,6 +42,8 @@ class RankModule(nn.Module):
     Parameters, buffers and the state dict go by the model's own names, tied ones by all of theirs. Buffers that the
     step changes are written in place after each forward. Each module of the model has a counterpart of its name, which
     is in train or eval mode as it was compiled, and must be when the module is called.
+
+    `other_sizes`: compiles for calls with inputs of other sizes, once for each. Without it they are refused.
 
     Raises:
         ValueError: a block is missing, unknown, or of another shape or dtype than the slot's layout says.
@@ -59,8 +57,10 @@ class RankModule(nn.Module):
         local_params: Mapping[str, Tensor],
         local_buffers: Mapping[str, Tensor],
         engine: Engine | None = None,
+        other_sizes: OtherSizes | None = None,
     ) -> None:
         super().__init__()
+        watch_optimizers()
         interface = artifact.interface
         _check_blocks("parameter", interface.params, local_params, artifact)
         _check_blocks("buffer", interface.buffers, local_buffers, artifact)
@@ -69,11 +69,13 @@ class RankModule(nn.Module):
             block = local_params[slot.name]
             param = block if isinstance(block, nn.Parameter) else nn.Parameter(block.detach(), slot.requires_grad)
             homes[slot.name] = _register(self, slot, param, "_parameters")
-            _OWNERS[param] = (weakref.ref(self), slot)
+            own(self, slot, param)
         for slot in interface.buffers:
             homes[slot.name] = _register(self, slot, local_buffers[slot.name].detach(), "_buffers")
         self._stpart = _Programs(artifact, forward_gm, backward_gm, homes)
         self._modes = take_modes(self, interface.modes)
+        self._other_sizes = other_sizes
+        self._by_sizes = {compiled_sizes(interface): self._stpart}
         if engine is not None:
             self.attach(engine)
 
@@ -110,10 +112,7 @@ class RankModule(nn.Module):
                 f"rank module {self.rank} of {world_size}: the engine is that of rank {engine.rank} of "
                 f"{engine.world_size}; start as many ranks as the mesh {self.interface.mesh} has"
             )
-        if self._stpart.engine is not engine:
-            # clip_grad_norm_ needs the group of all ranks.
-            engine.prepare(self.interface.channels, (*self.interface.groups, tuple(range(world_size))))
-            self._stpart.engine = engine
+        self._stpart.attach(engine)
 
     def param_slots(self) -> Iterator[tuple[TensorSlot, nn.Parameter]]:
         """Every parameter once, with what it is."""
@@ -133,21 +132,39 @@ class RankModule(nn.Module):
         Raises:
             ValueError: the call differs from the one that was compiled in structure, shape, dtype or a constant, or a
                 module was put in another mode (train or eval).
-            RuntimeError: the module has no engine and needs one.
+            RuntimeError: the module has no engine and needs one, or the ranks are called with inputs of several sizes.
             CommTimeoutError: a message did not arrive.
+            Exception: what an op of the programs raises, with a note of the op and its place in the model; no rank can
+                go on then.
         """
-        programs = self._stpart
         check_modes(self, self._modes, self.interface.modes.get("", True))
-        leaves = programs.checked_leaves(args, kwargs)
+        leaves = call_leaves(self.interface, args, kwargs)
+        programs = self._programs_for(leaves)
+        interface = programs.interface
+        leaves = [checked_leaf(slot, leaf) for slot, leaf in zip(interface.inputs, leaves, strict=True)]
         programs.begin_step()
         if programs.backward_gm is not None and torch.is_grad_enabled():
             apply: Any = _Step.apply
-            flat = apply(programs, leaves, *(programs.homes[slot.name].tensor for slot in self.interface.params))
+            flat = apply(programs, leaves, *(programs.homes[slot.name].tensor for slot in interface.params))
         else:
             flat = programs.run_forward(leaves, keep=False)[0]
         tensors = iter(flat)
-        outputs = [next(tensors) if slot.is_tensor else slot.constant for slot in self.interface.outputs]
-        return tree_unflatten(outputs, self.interface.out_spec)
+        outputs = [next(tensors) if slot.is_tensor else slot.constant for slot in interface.outputs]
+        return tree_unflatten(outputs, interface.out_spec)
+
+    def _programs_for(self, leaves: list[Any]) -> _Programs:
+        """Those for the sizes of a call, compiled now where these are new and the call may run under the same plan."""
+        sizes, engine = call_sizes(leaves), self.engine
+        if sizes not in self._by_sizes:
+            if self._other_sizes is None or not differs_in_sizes_only(self.interface, leaves):
+                return self._stpart
+            if engine is not None:
+                agree_on_sizes(engine, self.interface, sizes, self._stpart.device)
+            self._by_sizes[sizes] = _Programs(*self._other_sizes(leaves), self._stpart.homes)
+        programs = self._by_sizes[sizes]
+        if engine is not None:
+            programs.attach(engine)
+        return programs
 
 
 class _Home(NamedTuple):
@@ -204,22 +221,12 @@ class _Programs:
         _check_arity(forward_gm, self.interface.forward_inputs)
         if backward_gm is not None:
             _check_arity(backward_gm, self.interface.backward_inputs)
-        called_args, called_kwargs = tree_unflatten(list(self.interface.inputs), self.interface.in_spec)
-        self._called = f"{len(called_args)} positional arguments and the keywords {list(called_kwargs)}"
-        self._keywords = list(called_kwargs)
 
-    def checked_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The leaves of the call in the order of the input slots, contiguous."""
-        if kwargs.keys() == set(self._keywords):
-            kwargs = {name: kwargs[name] for name in self._keywords}
-        leaves, spec = tree_flatten((args, kwargs))
-        if spec != self.interface.in_spec:
-            raise ValueError(
-                f"rank module: compiled for a call with {self._called}, got {len(args)} positional arguments and the "
-                f"keywords {list(kwargs)} (structure {spec}, expected {self.interface.in_spec}); call it as it was "
-                f"compiled, or compile again for this call"
-            )
-        return [_checked_leaf(slot, leaf) for slot, leaf in zip(self.interface.inputs, leaves, strict=True)]
+    def attach(self, engine: Engine) -> None:
+        if self.engine is not engine:
+            # clip_grad_norm_ needs the group of all ranks.
+            engine.prepare(self.interface.channels, (*self.interface.groups, tuple(range(engine.world_size))))
+            self.engine = engine
 
     def begin_step(self) -> None:
         if self.engine is not None:
@@ -240,8 +247,7 @@ class _Programs:
         leaves.clear()
         memory = {_storage(value): port for value, port in zip(values, interface.forward_inputs, strict=True)}
         given = {id(value) for value in values}
-        with self._running():
-            found = dict(zip(interface.forward_outputs, self.forward_gm(values), strict=True))
+        found = dict(zip(interface.forward_outputs, self._run(self.forward_gm, values), strict=True))
         if not keep:
             found = {port: value for port, value in found.items() if port[0] != "saved"}
         self._write_buffers(found, early)
@@ -269,8 +275,7 @@ class _Programs:
                 values[position] = self._tangent(key, tangents.get(key), device)
         taken = {_storage(value) for value in values if value is not None}
         assert self.backward_gm is not None
-        with self._running():
-            grads = self.backward_gm(values)
+        grads = self._run(self.backward_gm, values)
         return _unshared_grads(self.interface.backward_outputs, grads, taken)
 
     def _tangent(self, index: int, given: Tensor | None, device: torch.device) -> Tensor:
@@ -302,6 +307,20 @@ class _Programs:
         with torch.no_grad():
             for key, home in homes.items():
                 home.copy_(new[key])
+
+    def _run(self, gm: GraphModule, values: list[Any]) -> list[Any]:
+        """The outputs of a program. What an op of it raises gets a note of where it stands, and peers are stopped."""
+        try:
+            with self._running():
+                outputs: list[Any] = gm(values)
+        except CommTimeoutError:
+            raise  # says where by itself
+        except Exception as error:
+            error.add_note(f"raised on rank {self.artifact.rank} {_place(raised_in(gm, error))}")
+            if self.engine is not None:
+                self.engine.abort(f"rank {self.artifact.rank} raised {type(error).__name__}: {error}")
+            raise
+        return outputs
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -408,25 +427,11 @@ def _register(root: nn.Module, slot: TensorSlot, tensor: Tensor, table: str) -> 
     return homes[0]
 
 
-def _checked_leaf(slot: InputSlot, leaf: Any) -> Any:
-    if slot.shape is None:
-        if isinstance(leaf, Tensor) or not (leaf is slot.constant or leaf == slot.constant):
-            got = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-            raise ValueError(
-                f"input {slot.path!r}: compiled for the constant {slot.constant!r}, got {got}; "
-                f"pass the same value, or compile again with this one"
-            )
-        return leaf
-    if not isinstance(leaf, Tensor):
-        raise ValueError(f"input {slot.path!r}: expected a tensor of shape {slot.shape}, got {leaf!r}")
-    if tuple(leaf.shape) != slot.shape or leaf.dtype != slot.dtype:
-        raise ValueError(
-            f"input {slot.path!r}: expected {slot.dtype} of shape {slot.shape}, got {leaf.dtype} of shape "
-            f"{tuple(leaf.shape)}; inputs are global tensors (the same on every rank); compile for that shape and dtype"
-        )
-    if leaf.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"input {slot.path!r} requires grad, but inputs get no gradients: pass it detached")
-    return leaf.contiguous()
+def _place(origin: Origin | None) -> str:
+    if origin is None:
+        return "outside of any op of its program"
+    line = f", at {origin.line}" if origin.line else ""
+    return f"by op {origin.node}, module {origin.module_path or '(the model)'}{line}"
 
 
 def _is_early(port: Port) -> bool:

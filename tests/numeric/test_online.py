@@ -55,6 +55,12 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": x, "labels": x} for x in ids]
 
 
+def smaller() -> list[dict[str, torch.Tensor]]:
+    """A batch of half the sequences, and one of shorter ones."""
+    first, second = batches()[:2]
+    return [{key: x[:2] for key, x in first.items()}, {key: x[:, :9] for key, x in second.items()}]
+
+
 def compiled_llama(model: nn.Module, mesh: Any, **options: Any) -> st.CompiledModel:
     return st.compile_model(model, (), batches()[0], mesh=mesh, cluster=CLUSTER, solver=SOLVER, **options)
 
@@ -122,6 +128,7 @@ def trains(directory: Path, rank: int) -> dict[str, Any]:
     if rank == 0:
         (directory / "online.json").write_text(compiled.plan.to_json())
     found["plain"], _ = train(module, adamw(module), None, batches())
+    found["smaller"], _ = train(module, adamw(module), None, smaller())
     offline = st.load_compiled(directory / "offline")
     found["offline code"] = code_of(offline, rank)
     again = offline.local_module(PATIENCE_S)
@@ -278,6 +285,7 @@ def test_training(tmp_path: Path) -> None:
 
     model = llama()
     plain, _ = train(model, adamw(model), None, batches())
+    less, _ = train(model, adamw(model), None, smaller())
     model = llama()
     clipped, norms = train(model, adamw(model), nn.utils.clip_grad_norm_, batches())
     assert min(norms) > MAX_NORM
@@ -288,6 +296,7 @@ def test_training(tmp_path: Path) -> None:
     for rank, seen in enumerate(found):
         assert _close(seen["noise"], noise, 1e-4), rank
         assert _close(seen["plain"], plain), rank
+        assert _close(seen["smaller"], less), rank
         assert _close(seen["clipped"], clipped), rank
         assert _close(seen["norms"], norms), rank
         assert not seen["drifted"]

@@ -20,7 +20,8 @@ from stpart_compiler.ir.program import COLLECTIVE_CHANNEL, P2P_CHANNEL, Builder,
 from stpart_compiler.passes.emit_fx import emit_fx
 from stpart_compiler.runtime.engine import Engine
 from stpart_compiler.runtime.materialize import local_block, materialize
-from stpart_compiler.runtime.rank_module import RankModule, owner_of, program_labels
+from stpart_compiler.runtime.owners import owner_of
+from stpart_compiler.runtime.rank_module import RankModule, program_labels
 from stpart_compiler.runtime.runner import run_in_process, run_modules
 from stpart_compiler.runtime.threads import run_ranks
 

@@ -1,0 +1,53 @@
+"""Optimizers that need whole tensors are refused for parameters that are cut: on blocks they would be silently wrong.
+
+Elementwise ones (SGD, Adam, AdamW and their like) are right on blocks. What this package does not know is let through.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from stpart_compiler.runtime.owners import owner_of
+
+# By package and class: classes of other packages may bear these names and know of blocks.
+_NEEDS_WHOLE = {
+    ("torch", "Adafactor"): "keeps statistics of whole rows, columns and tensors",
+    ("torch", "LBFGS"): "takes inner products over whole tensors",
+    ("torch", "Muon"): "orthogonalises whole matrices",
+    ("transformers", "Adafactor"): "keeps statistics of whole rows, columns and tensors",
+}
+
+
+@cache
+def watch_optimizers() -> None:
+    """From now on every optimizer of this process is looked at before it steps."""
+    register_optimizer_step_pre_hook(refuse_blocks)
+
+
+def refuse_blocks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises:
+    ValueError: the optimizer needs whole tensors, and a parameter of it is a block of one.
+    """
+    need = _need(type(optimizer))
+    params = (param for group in optimizer.param_groups for param in group["params"]) if need else ()
+    for param in params:
+        owner = owner_of(param)
+        if owner is not None and owner[1].layout.digits:
+            raise ValueError(
+                f"{type(optimizer).__name__} {need}, but parameter {owner[1].name!r} is cut over ranks (layout"
+                f" {owner[1].layout}): use an optimizer that works element by element, such as AdamW, or keep the"
+                ' parameters whole with torch.compile(model, backend="stpart")'
+            )
+
+
+def _need(kind: type[Optimizer]) -> str | None:
+    """What an optimizer does with whole tensors; None for those that are right on blocks, or unknown."""
+    for base in kind.__mro__:
+        found = _NEEDS_WHOLE.get((base.__module__.partition(".")[0], base.__name__))
+        if found is not None:
+            return found
+    return None
