@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,9 +28,22 @@ ALTERNATIVES = 3
 """Number of other strategies a plan row lists."""
 
 
+Found = tuple[Space, Problem, Solution]
+
+
+@dataclass
+class Known:
+    """What does not depend on the memory limit, or still holds under a lower one: the whole space, and yardsticks."""
+
+    whole: tuple[Space, Problem] | None = None
+    yardsticks: dict[str, Found] | None = None
+
+
 @dataclass(frozen=True)
 class MakePlan:
     """annotated ops -> plan. `name`: a template to price as it is, None to solve; `memory_limit`: bytes per rank.
+
+    `known`: shared by passes over one graph whose limit falls.
 
     Raises:
         InfeasibleError: no plan fits in the memory limit.
@@ -42,16 +55,21 @@ class MakePlan:
     memory_limit: int
     name: str | None = None
     whole_parameters: bool = False
+    known: Known = field(default_factory=Known, compare=False, repr=False)
 
     @without_gc()
     def apply(self, graph: Annotated, progress: Progress = lambda text: None) -> Plan:
         if self.name is not None:
             space, problem, solution = self._template(graph, template(self.name))
             return _plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
-        yardsticks = self._yardsticks(graph, progress)
+        if self.known.yardsticks is None:
+            self.known.yardsticks = self._yardsticks(graph, progress)
+        yardsticks = {name: found for name, found in self.known.yardsticks.items() if self._fits(found)}
         prices = {name: found[2].seconds for name, found in yardsticks.items()}
-        space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
-        problem = BuildProblem(self.options).apply(space)
+        if self.known.whole is None:
+            space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
+            self.known.whole = (space, BuildProblem(self.options).apply(space))
+        space, problem = self.known.whole
         hint = self._hint(problem, yardsticks)
         solution = Solve(self.options, self.memory_limit).apply(problem, hint, progress)
         best = min(yardsticks.values(), key=lambda found: found[2].seconds, default=None)
@@ -62,7 +80,10 @@ class MakePlan:
             solution = replace(solution, choice=found.choice, seconds=found.seconds, bound=bound)
         return _plan(graph, space, problem, solution, None, prices, self.options)
 
-    def _template(self, graph: Annotated, chosen: Template) -> tuple[Space, Problem, Solution]:
+    def _fits(self, found: Found) -> bool:
+        return memory_bytes(found[1], found[2].choice) <= self.memory_limit
+
+    def _template(self, graph: Annotated, chosen: Template) -> Found:
         reason = chosen.applies(self.costs.mesh)
         if reason is not None:
             raise ValueError(f"template {chosen.name!r}: {reason}")
@@ -80,7 +101,7 @@ class MakePlan:
     def _restricted(self, restriction: Restriction) -> Restriction:
         return replace(restriction, layouts=whole_layouts) if self.whole_parameters else restriction
 
-    def _yardsticks(self, graph: Annotated, progress: Progress) -> dict[str, tuple[Space, Problem, Solution]]:
+    def _yardsticks(self, graph: Annotated, progress: Progress) -> dict[str, Found]:
         """Every template that applies and fits; on a graph with regions those that are made for it."""
         found = {}
         for chosen in TEMPLATES.values():
@@ -94,7 +115,7 @@ class MakePlan:
             progress(f"template {chosen.name}: {found[chosen.name][2].seconds * 1e3:.3f} ms")
         return found
 
-    def _hint(self, problem: Problem, yardsticks: dict[str, tuple[Space, Problem, Solution]]) -> Assignment | None:
+    def _hint(self, problem: Problem, yardsticks: dict[str, Found]) -> Assignment | None:
         """The best of the templates as an assignment of the whole space."""
         best: tuple[float, Assignment] | None = None
         for small, _, solution in yardsticks.values():

@@ -23,6 +23,9 @@ from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 from stpart_compiler.passes.rules.region import BodyOp, Region, Source, compose
 from stpart_compiler.passes.strategies import is_contraction
 
+REGIONS = ("head", "mlp", "all")
+"""Kinds of regions: an LM head with its loss; MLPs; attention with its projections, whose loop is one over heads."""
+
 Place = tuple[str, int]  # (op, own factor)
 Atom = tuple[ValueKey, int, int]  # (value, dim, atom)
 
@@ -41,13 +44,13 @@ class Found:
 class FuseRegions:
     """annotated ops -> the captured step with each region as one op; None where there are no regions.
 
-    `attention`: also around attention, whose loop is one over groups of heads.
+    `kind`: one of REGIONS, each of which has those of the ones before.
     """
 
-    attention: bool = False
+    kind: str = "mlp"
 
     def apply(self, graph: Annotated) -> Captured | None:
-        found = [region for pair in _Finder(graph, self.attention).run() for region in pair]
+        found = [region for pair in _Finder(graph, self.kind).run() for region in pair]
         if not found:
             return None
         return dataclasses.replace(graph.captured, gm=_Rewriter(graph, found).run())
@@ -56,9 +59,10 @@ class FuseRegions:
 class _Finder:
     """Regions of forward with those of backward that belong to them, wide middles first. No op is in two regions."""
 
-    def __init__(self, graph: Annotated, attention: bool) -> None:
+    def __init__(self, graph: Annotated, kind: str) -> None:
         self.graph = graph
-        self.links = _Links(graph, attention)
+        self.links = _Links(graph, kind == "all")
+        self.losses_only = kind == "head"
         self.known: dict[object, Region | None] = {}  # identical layers have the same regions
 
     def run(self) -> Iterator[tuple[Found, ...]]:
@@ -68,6 +72,8 @@ class _Finder:
         for op, f in sorted(seeds, key=lambda seed: -seed[0].rule.factors[seed[1]].size):
             middle = self.links.middle(op, f) if op.name not in taken else None
             made = self._regions(middle) if middle is not None and not middle.ops & taken else ()
+            if self.losses_only and made and all(how == SUM for how in made[0].region.rule.combines):
+                continue
             taken |= {inner.name for found in made for inner in found.ops}
             if made:
                 yield made

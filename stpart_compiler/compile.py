@@ -24,7 +24,7 @@ from stpart_compiler.passes.fit_plan import FitPlan
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated, Propagate
-from stpart_compiler.passes.regions import FuseRegions
+from stpart_compiler.passes.regions import REGIONS, FuseRegions
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.templates import template as named_template
@@ -34,9 +34,6 @@ from stpart_compiler.runtime.modes import in_modes
 
 MEMORY_ROUNDS = 5
 """How often the solver's memory estimate is corrected by the exact one of the generated programs."""
-
-REGIONS = ("mlp", "all")
-"""Kinds of regions that may be one op each: those around an MLP's middle; those and attention with its projections."""
 
 LEAN_SLACKS = (1.0, 1.02, 1.1)
 """Room given to the solver, relative to the least it knows of, to find programs that really need least."""
@@ -180,7 +177,7 @@ def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:
 def fuse(graph: Annotated, regions: str = "mlp", dumper: Dumper | None = None) -> Annotated | None:
     """The annotated graph with each region as one op; None where there are none. `regions`: one of REGIONS."""
     with without_gc():
-        captured = FuseRegions(attention=regions == "all").apply(graph)
+        captured = FuseRegions(regions).apply(graph)
         found = None if captured is None else Propagate().apply(captured)
     if found is not None:
         (dumper or Dumper(None)).annotated(found)
@@ -252,6 +249,7 @@ class Search:
     restrictions: Restrictions
     device: torch.device
     say: Progress
+    makers: dict[str | None, MakePlan] = dataclasses.field(default_factory=dict)
 
     def run(self) -> tuple[Plan, Programs]:
         """The cheapest plan that fits. Where memory is short, regions may keep less, and run again what they do not."""
@@ -266,9 +264,9 @@ class Search:
                 found.append(self._run(regions))
             except InfeasibleError as error:
                 short.append(error)
-            if regions is None and found and not found[0][0].solver["memory_binds"]:
-                return found[0]
-            self.say("memory is short: solving with regions that keep nothing of their middle")
+            if found and not found[-1][0].solver["memory_binds"]:
+                break
+            self.say("memory is short: solving with more regions that keep nothing of their middle")
         if not found:
             raise min(short, key=lambda error: error.least)
         return _cheapest(found)
@@ -306,8 +304,11 @@ class Search:
 
     def _attempt(self, regions: str | None, room: int) -> tuple[Plan, Programs, int]:
         """A plan within `room` bytes by the solver's estimate, and how far its programs are over the limit."""
-        maker = MakePlan(self.costs, self.options, room, self.template, self.restrictions.whole_parameters)
-        plan = maker.apply(self.graphs.of(regions), self.say)
+        maker = self.makers.get(regions) or MakePlan(
+            self.costs, self.options, room, self.template, self.restrictions.whole_parameters
+        )
+        self.makers[regions] = maker
+        plan = dataclasses.replace(maker, memory_limit=room).apply(self.graphs.of(regions), self.say)
         plan.regions = regions
         programs = self._build(plan)
         return plan, programs, _record_memory(plan, programs, self.options) - self.limit
