@@ -304,10 +304,11 @@ def _mark_movable(ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
 
     A minor feature atom (the size of a head) is whole in attention; cutting it elsewhere only multiplies the search.
     """
-    _flood(ops, values, "data", lambda dim: True)
-    _flood(ops, values, "batch", lambda dim: dim == 0)
+    data = reached_from(ops, values, "input", lambda dim: True)
+    batch = reached_from(ops, values, "input", lambda dim: dim == 0)
     movable = _Memo(_movable)
     for op in ops:
+        op.data, op.batch = data[op.name], batch[op.name]
         op.movable = movable(op.rule, op.data)
 
 
@@ -324,18 +325,21 @@ def _movable(rule: OpRule, data: frozenset[int]) -> frozenset[int]:
 Marks = tuple[tuple[bool, ...], ...]  # per dim, per atom
 
 
-def _flood(ops: list[OpNode], values: dict[ValueKey, ValueInfo], name: str, source: Callable[[int], bool]) -> None:
-    """Mark the factors reached from the input dims that `source` selects."""
+def reached_from(
+    ops: list[OpNode], values: dict[ValueKey, ValueInfo], kind: str, source: Callable[[int], bool]
+) -> dict[str, frozenset[int]]:
+    """Per op, the factors reached from those dims of values of a kind that `source` selects."""
     marks: dict[ValueKey, Marks] = {
-        key: tuple((info.kind == "input" and source(i),) * len(dim) for i, dim in enumerate(info.atoms))
+        key: tuple((info.kind == kind and source(i),) * len(dim) for i, dim in enumerate(info.atoms))
         for key, info in values.items()
     }
     through = _Memo(_marked)
+    found: dict[str, frozenset[int]] = {}
     for op in ops:
-        factors, results = through(op.rule, tuple(marks[key] for key in op.operands))
-        setattr(op, name, factors)
+        found[op.name], results = through(op.rule, tuple(marks[key] for key in op.operands))
         for index, result in enumerate(results):
             marks[op.name, index] = result
+    return found
 
 
 def _marked(rule: OpRule, operands: tuple[Marks, ...]) -> tuple[frozenset[int], list[Marks]]:

@@ -1,25 +1,19 @@
-"""Find and fuse regions O = f(AB)C of the joint graph, forward and backward, so that their middle is never whole.
+"""Find regions O = f(AB)C of the joint graph, forward and backward, whose middle need never exist whole (METP).
 
-A *middle dim* is one that a linear layer makes and another one sums over (the hidden dim of an MLP). All ops that have
-it, found by following it through the rules, are the region: those of forward become one op, those of backward another,
-which makes anew what it reads of forward's middle. Nothing of the middle is then kept from forward for backward (METP,
-FACTS 3; with one rank: a tiled MLP).
+A *middle dim* is one that a linear layer makes and no result has: another layer sums over it (the hidden dim of an
+MLP), or a loss does (a vocabulary). All ops that have it, found by following it through the rules, are the region:
+those of forward are one op, those of backward another, which makes anew what it reads of forward's middle.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import heapq
-import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-from torch import fx
 
 from stpart_compiler.capture import Captured
 from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.ir.rule import SUM, WHOLE, TensorMap
-from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
+from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey, reached_from
 from stpart_compiler.passes.rules.region import BodyOp, Region, Source, compose
 from stpart_compiler.passes.strategies import is_contraction
 
@@ -40,35 +34,19 @@ class Found:
     region: Region
 
 
-@dataclass(frozen=True)
-class FuseRegions:
-    """annotated ops -> the captured step with each region as one op; None where there are no regions.
-
-    `kind`: one of REGIONS, each of which has those of the ones before.
-    """
-
-    kind: str = "mlp"
-
-    def apply(self, graph: Annotated) -> Captured | None:
-        found = [region for pair in _Finder(graph, self.kind).run() for region in pair]
-        if not found:
-            return None
-        return dataclasses.replace(graph.captured, gm=_Rewriter(graph, found).run())
-
-
-class _Finder:
+class FindRegions:
     """Regions of forward with those of backward that belong to them, wide middles first. No op is in two regions."""
 
     def __init__(self, graph: Annotated, kind: str) -> None:
         self.graph = graph
-        self.links = _Links(graph, kind == "all")
+        self.links = _Links(graph, _tokens(graph), kind == "all")
         self.losses_only = kind == "head"
         self.known: dict[object, Region | None] = {}  # identical layers have the same regions
 
     def run(self) -> Iterator[tuple[Found, ...]]:
         taken: set[str] = set()
         forward = [op for op in self.graph.ops if op.name not in self.graph.backward and is_contraction(op.rule)]
-        seeds = [(op, f) for op in forward for f in sorted(op.movable - op.data)]
+        seeds = [(op, f) for op in forward for f in sorted(op.movable - self.links.tokens[op.name])]
         for op, f in sorted(seeds, key=lambda seed: -seed[0].rule.factors[seed[1]].size):
             middle = self.links.middle(op, f) if op.name not in taken else None
             made = self._regions(middle) if middle is not None and not middle.ops & taken else ()
@@ -88,7 +66,7 @@ class _Finder:
         ops = [op for op in graph.ops if op.name in names]
         forward = [op for op in ops if op.name not in graph.backward]
         backward = [op for op in ops if op.name in graph.backward]
-        again = _remade(forward, backward, middle)
+        again = _remade(forward, backward, middle, self.links.tokens)
         body = [*again, *backward]
         made = {op.name for op in body}
         kept = {key for op in body for key in op.operands if key[0] not in made}
@@ -143,6 +121,12 @@ class _Finder:
         return self.known[key]
 
 
+def _tokens(graph: Annotated) -> dict[str, frozenset[int]]:
+    """Per op, the dims of the user's data that are no features: no parameter has them."""
+    weights = reached_from(graph.ops, graph.values, "param", lambda dim: True)
+    return {op.name: op.data - weights[op.name] for op in graph.ops}
+
+
 @dataclass
 class Middle:
     """A dim that a region goes through block by block: the loop dims that it is, and activations that have it."""
@@ -158,8 +142,9 @@ class Middle:
 class _Links:
     """Who makes and who reads each value."""
 
-    def __init__(self, graph: Annotated, attention: bool) -> None:
+    def __init__(self, graph: Annotated, tokens: dict[str, frozenset[int]], attention: bool) -> None:
         self.graph = graph
+        self.tokens = tokens
         self.attention = attention
         self.readers: dict[ValueKey, list[tuple[OpNode, int]]] = {}
         for op in graph.ops:
@@ -174,13 +159,14 @@ class _Links:
             at, f = todo.pop()
             if (at.name, f) in found.places or at.rule.factors[f].kind == WHOLE:
                 continue
-            if f in at.data or (at.rule.loops and not self.attention):
+            if f in self.tokens[at.name] or (at.rule.loops and not self.attention):
                 return None
             found.places.add((at.name, f))
             for atom in self._atoms(at, f):
                 todo += self._places(atom)
             found.values |= self._activations(at, f)
-        return found if any(self._makes(name, f) for name, f in found.places) else None
+        is_made = any(self._makes(name, f) for name, f in found.places)
+        return found if is_made and found.values else None
 
     def _makes(self, name: str, f: int) -> bool:
         """Whether an op is a product of forward whose result has the dim."""
@@ -188,11 +174,11 @@ class _Links:
         return name not in self.graph.backward and is_contraction(op.rule) and op.rule.factors[f].kind != SUM
 
     def _activations(self, op: OpNode, f: int) -> set[ValueKey]:
-        """Values with a factor that are no weights: they have dims of the user's data too."""
+        """Values with a factor that are no weights and no gradients of them: they have dims of tokens too."""
         found: set[ValueKey] = set()
         for key, tensor in self._tensors(op):
             factors = {g for dim in tensor for g in dim}
-            if f in factors and factors & op.data and self.graph.values[key].kind == "op":
+            if f in factors and factors & self.tokens[op.name] and self.graph.values[key].kind == "op":
                 found.add(key)
         return found
 
@@ -220,7 +206,7 @@ class _Links:
         if maker is not None:
             ports.append((maker, maker.rule.outputs[key[1]]))
         for op, tensor in ports:
-            if not op.data and len(op.operands) > 1:
+            if not self.tokens[op.name] and len(op.operands) > 1:
                 continue  # of weights alone: their gradients meet here
             wide = [f for f in tensor[d] if op.rule.factors[f].size > 1]
             if len(wide) == len(self.graph.values[key].atoms[d]):
@@ -262,15 +248,16 @@ def _viewed(graph: Annotated, body: list[OpNode]) -> list[OpNode]:
     return [*(op for op in graph.ops if op.name in views), *body]
 
 
-def _remade(forward: list[OpNode], backward: list[OpNode], middle: Middle) -> list[OpNode]:
-    """Ops of forward that backward must run again: those that make what it reads of the middle."""
+def _remade(
+    forward: list[OpNode], backward: list[OpNode], middle: Middle, tokens: dict[str, frozenset[int]]
+) -> list[OpNode]:
+    """Ops of forward that backward runs again: those that make what it reads of the middle, and views of weights."""
     inside = {op.name: op for op in forward}
     needed: set[str] = set()
     todo = [key for op in backward for key in op.operands]
     while todo:
         key = todo.pop()
-        is_weight_view = key[0] in inside and not inside[key[0]].data
-        if key[0] in inside and key[0] not in needed and (key in middle.values or is_weight_view):
+        if key[0] in inside and key[0] not in needed and (key in middle.values or not tokens[key[0]]):
             needed.add(key[0])
             todo += inside[key[0]].operands
     return [op for op in forward if op.name in needed]
@@ -299,95 +286,3 @@ def _waits_for_itself(graph: Annotated, inside: set[str]) -> bool:
         if made_of:
             after.add(op.name)
     return False
-
-
-@dataclass
-class _Rewriter:
-    """Writes the graph anew with fused ops, each where its last op was."""
-
-    graph: Annotated
-    found: list[Found]
-    new: fx.Graph = field(default_factory=fx.Graph)
-    copied: dict[fx.Node, fx.Node] = field(default_factory=dict)
-
-    def run(self) -> fx.GraphModule:
-        gm = self.graph.captured.gm
-        nodes = list(gm.graph.nodes)
-        self.by_name = {node.name: node for node in nodes}
-        self.node_of = {key: self.by_name[name] for name, key in reversed(self.graph.alias.items())}
-        owner = self._owners(nodes)
-        for unit in _ordered(nodes, owner, [self._reads(found) for found in self.found]):
-            if isinstance(unit, int):
-                self._fused(self.found[unit])
-            else:
-                self.copied[unit] = self.new.node_copy(unit, self.copied.__getitem__)
-        self.new.lint()
-        return fx.GraphModule(gm, self.new, "Fused")
-
-    def _owners(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
-        """The region of each node that is in one; a getitem goes with what it takes from."""
-        region = {op.name: i for i, found in enumerate(self.found) for op in found.ops}
-        owner: dict[fx.Node, int] = {}
-        for node in nodes:
-            base = node.args[0] if node.target is operator.getitem else node
-            if isinstance(base, fx.Node) and base.name in region:
-                owner[node] = region[base.name]
-        return owner
-
-    def _reads(self, found: Found) -> list[fx.Node]:
-        return [self.node_of[key] for key in found.operands]
-
-    def _fused(self, found: Found) -> None:
-        """The call of a region; its results keep the names that they had."""
-        olds = [self.node_of[key] for key in found.results]
-        args = tuple(self.copied[node] for node in self._reads(found))
-        last = self.by_name[found.ops[-1].name]
-        meta = {key: last.meta[key] for key in ("is_backward", "stack_trace") if key in last.meta}
-        meta["module_path"] = _common_path([op.module_path for op in found.ops])
-        if len(olds) == 1:
-            call = self.new.create_node("call_function", found.region, args, {}, olds[0].name)
-            call.meta = meta | {"val": olds[0].meta["val"]}
-            self.copied[olds[0]] = call
-            return
-        call = self.new.create_node("call_function", found.region, args, {}, f"fused_{last.name}")
-        call.meta = meta | {"val": tuple(node.meta["val"] for node in olds)}
-        for r, old in enumerate(olds):
-            self.copied[old] = self.new.create_node("call_function", operator.getitem, (call, r), {}, old.name)
-            self.copied[old].meta = dict(old.meta)
-
-
-def _ordered(nodes: list[fx.Node], owner: dict[fx.Node, int], reads: list[list[fx.Node]]) -> Iterator[fx.Node | int]:
-    """Nodes outside of regions, and regions by number, each after what it reads, else as before."""
-    place = {node: i for i, node in enumerate(nodes)}
-    inputs: dict[fx.Node | int, set[fx.Node | int]] = {}
-    rank: dict[fx.Node | int, int] = {}
-    for node in nodes:
-        unit = owner.get(node, node)
-        rank[unit] = place[node]
-        wanted = reads[unit] if isinstance(unit, int) else node.all_input_nodes
-        inputs[unit] = {owner.get(x, x) for x in wanted}
-    readers: dict[fx.Node | int, list[fx.Node | int]] = {}
-    for unit, wanted_units in inputs.items():
-        for x in wanted_units:
-            readers.setdefault(x, []).append(unit)
-    ready = [(rank[unit], i, unit) for i, unit in enumerate(inputs) if not inputs[unit]]
-    heapq.heapify(ready)
-    number = {unit: i for i, unit in enumerate(inputs)}
-    while ready:
-        _, _, unit = heapq.heappop(ready)
-        yield unit
-        for reader in readers.get(unit, ()):
-            inputs[reader].discard(unit)
-            if not inputs[reader]:
-                heapq.heappush(ready, (rank[reader], number[reader], reader))
-
-
-def _common_path(paths: list[str]) -> str:
-    """The module that all of some module paths are in."""
-    parts = [path.split(".") for path in paths if path]
-    common = []
-    for names in zip(*parts, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return ".".join(common)

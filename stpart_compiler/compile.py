@@ -21,10 +21,11 @@ from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.build_programs import BuildPrograms, Programs, peak_of
 from stpart_compiler.passes.decompose import Decompose
 from stpart_compiler.passes.fit_plan import FitPlan
+from stpart_compiler.passes.fuse import FuseRegions
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated, Propagate
-from stpart_compiler.passes.regions import REGIONS, FuseRegions
+from stpart_compiler.passes.regions import REGIONS
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.templates import template as named_template

@@ -2,7 +2,7 @@
 
 A region has one factor rule, made of those of its ops: dims that the ops share are one factor. It is then placed like
 any op. A factor that all products of the region have may be its loop: the middle values exist one block at a time
-(METP's O = f(AB)C, FACTS 3).
+(METP's O = f(AB)C).
 """
 
 from __future__ import annotations

@@ -7,12 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from forced import Step
+from slow_ranks import CLUSTER, SOLVER
 from torch import nn
 
+import stpart_compiler as st
 from stpart_compiler.capture import Captured
 from stpart_compiler.compile import annotate, fuse
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.passes.propagate import Annotated, OpNode
+from stpart_compiler.passes.regions import REGIONS
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.strategies import enumerate_strategies
 
@@ -129,3 +132,23 @@ def test_middle_is_not_kept_for_backward(step: Step) -> None:
     assert loops
     assert saved
     assert not any(size in atoms for value in saved for atoms in value.atoms for size in loops)
+
+
+def test_regions_are_taken_where_memory_is_short() -> None:
+    """The plan without a limit keeps the middle; with little room it does not, and computes the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(8, 256), Gated(8, 256)).double()
+    x = torch.randn(4, 64, 8, dtype=torch.float64)
+    options = {"mesh": 2, "loss_fn": lambda y: y.square().mean(), "cluster": CLUSTER, "solver": SOLVER}
+    free = st.compile_model(model, (x,), **options).plan
+    compiled = st.compile_model(model, (x,), memory_limit=int(0.5 * free.memory["peak"]), **options)
+    assert free.regions is None
+    assert compiled.plan.regions in REGIONS
+    assert compiled.plan.memory["peak"] <= 0.5 * free.memory["peak"]
+    again = st.compile_model(model, (x,), plan=st.Plan.from_json(compiled.plan.to_json()), **options)
+    loss = model(x).square().mean()
+    loss.backward()
+    for result in (compiled.run_in_process(x), again.run_in_process(x)):
+        assert abs(result.loss - loss.detach()) <= 1e-12
+        for name, param in model.named_parameters():
+            assert (result.grads[name] - param.grad).norm() <= 1e-10 * max(1.0, float(param.grad.norm())), name
