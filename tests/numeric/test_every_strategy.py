@@ -9,7 +9,8 @@ import torch
 from forced import Step, is_exact, run
 from torch import nn
 
-from stpart_compiler.ir.mesh import parse_mesh
+from stpart_compiler.ir.mesh import Mesh, parse_mesh
+from stpart_compiler.ir.spacetime import MOVE, Strategy, derive
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.strategies import FULL_SPACE, enumerate_strategies, is_contraction
 
@@ -59,3 +60,38 @@ def test_every_strategy_of_the_other_ops(step: Step, spec: object) -> None:
         for strategy in enumerate_strategies(op.rule, mesh, op.movable):
             text = f"{op.name}: {strategy.describe(op.rule)}"
             assert is_exact(step, *run(step, mesh, {op.name: strategy})), text
+
+
+def _described(op: OpNode, mesh: Mesh) -> dict[str, Strategy]:
+    """Strategies by their text; of those that let a sum pass, the ones through the first operand."""
+    return {s.describe(op.rule): s for s in enumerate_strategies(op.rule, mesh, op.movable) if s.linear < 1}
+
+
+def test_transposed_blocks_travel_past_ranks_whose_block_is_empty() -> None:
+    """Nine columns on four ranks: three blocks of three and an empty one, which is not computed."""
+    step, mesh = linear_layer((2, 3, 4, 9)), parse_mesh(4)
+    product = _contractions(step)[1]
+    turned = step.graph.by_name[product.operands[0][0]]
+    assert turned.call.target is torch.ops.aten.t.default
+    tried = 0
+    for strategy in enumerate_strategies(product.rule, mesh, product.movable):
+        wanted = derive(product.rule, strategy, mesh).inputs[0]
+        if wanted.motion != MOVE:
+            continue
+        for other in _described(turned, mesh).values():
+            if derive(turned.rule, other, mesh).outputs[0].layout == wanted.layout:
+                assert is_exact(step, *run(step, mesh, {product.name: strategy, turned.name: other}))
+                tried += 1
+    assert tried
+
+
+def test_a_block_that_stays_in_place_and_becomes_a_summand_is_still_whole_for_others() -> None:
+    """On some ranks a re-layout by transfer leaves the block as it is; backward reads it as no summand."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(4, 6, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
+    step = Step(nn.Linear(6, 5).double(), (x,), lambda y: (y.exp() * weight).sum())
+    mesh = parse_mesh((2, 2))
+    exp = next(op for op in step.graph.ops if op.call.target is torch.ops.aten.exp.default)
+    mul = next(op for op in step.graph.ops if op.operands and op.operands[0] == (exp.name, 0))
+    forced = {exp.name: _described(exp, mesh)["a=r"], mul.name: _described(mul, mesh)["a=c, pending r"]}
+    assert is_exact(step, *run(step, mesh, forced))
