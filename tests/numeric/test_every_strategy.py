@@ -45,7 +45,10 @@ def test_every_strategy_of_the_matmuls(step: Step, spec: object) -> None:
     contractions = _contractions(step)
     assert len(contractions) == 2  # forward and the weight's gradient: the input needs none
     options = {op.name: enumerate_strategies(op.rule, mesh, op.movable, space) for op in contractions}
-    for i in range(max(map(len, options.values()))):
+    count = max(map(len, options.values()))
+    # three axes have many: every other one with even sizes, those between with uneven ones
+    first, every = (step.args[0].shape[0] % 2, 2) if len(mesh.axes) > 2 else (0, 1)
+    for i in range(first, count, every):
         forced = {name: found[i % len(found)] for name, found in options.items()}
         text = {op.name: forced[op.name].describe(op.rule) for op in contractions}
         assert is_exact(step, *run(step, mesh, forced)), text
