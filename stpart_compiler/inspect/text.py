@@ -22,6 +22,7 @@ from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Shift, Stra
 from stpart_compiler.passes.codegen import Placement
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 from stpart_compiler.passes.rules import Operand
+from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.schedule import MakeSchedule, Phase
 
 __all__ = ["dump_annotated", "dump_rules", "plan_table", "to_dot"]
@@ -51,6 +52,7 @@ def dump_rules(graph: Annotated) -> str:
         path = f"{op.module_path}, " if op.module_path else ""
         results = ", ".join(f"{_dtype(r.dtype)}{list(r.shape)}" for r in op.call.results if r is not None)
         lines.append(f"%{op.name}: {results} = {_call_text(graph, op)}  # {path}{rule}, class {op.klass}")
+        lines += _body_lines(graph, op)
     return "\n".join(lines) + "\n"
 
 
@@ -140,6 +142,18 @@ def _op_lines(graph: Annotated, placement: Placement, op: OpNode) -> Iterator[st
         pending = _pending_text(derived.outputs[index].layout)
         comment = f"  # {note}" if note else ""
         yield f"{name}: {_dtype(result.dtype)}[{', '.join(dims)}]{pending} = {made}{comment}"
+    yield from _body_lines(graph, op)
+
+
+def _body_lines(graph: Annotated, op: OpNode) -> Iterator[str]:
+    """The ops of a region, each run on its part of a block."""
+    region = op.call.target
+    if not isinstance(region, Region):
+        return
+    for j, inner in enumerate(region.body):
+        reads = [_name(graph, op.operands[r]) if i < 0 else f"#{i}{f'.{r}' if r else ''}" for i, r in inner.sources]
+        yield f"    #{j} = {inner.kind}({', '.join(reads)})"
+    yield f"    -> {', '.join(f'#{i}' + (f'.{r}' if r else '') for i, r in region.outputs)}"
 
 
 def _port_dims(

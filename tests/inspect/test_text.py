@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate
+from stpart_compiler.compile import annotate, fuse
 from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.cost_models.communication import LinkCost
 from stpart_compiler.inspect.dump import Dumper
@@ -120,6 +120,12 @@ def check(name: str, text: str) -> None:
 
 def test_rules(graph: Annotated) -> None:
     check("mlp_rules.txt", dump_rules(graph))
+
+
+def test_regions_show_their_ops(graph: Annotated) -> None:
+    fused = fuse(graph)
+    assert fused is not None
+    check("mlp_regions.txt", dump_rules(fused))
 
 
 def test_annotated_graph(graph: Annotated, placement: Placement) -> None:
