@@ -304,8 +304,8 @@ def _mark_movable(ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
 
     A minor feature atom (the size of a head) is whole in attention; cutting it elsewhere only multiplies the search.
     """
-    data = reached_from(ops, values, "input", lambda dim: True)
-    batch = reached_from(ops, values, "input", lambda dim: dim == 0)
+    data = reached_from(ops, values, "input")
+    batch = reached_from(ops, values, "input", lambda key, dim: dim == 0)
     movable = _Memo(_movable)
     for op in ops:
         op.data, op.batch = data[op.name], batch[op.name]
@@ -326,11 +326,14 @@ Marks = tuple[tuple[bool, ...], ...]  # per dim, per atom
 
 
 def reached_from(
-    ops: list[OpNode], values: dict[ValueKey, ValueInfo], kind: str, source: Callable[[int], bool]
+    ops: list[OpNode],
+    values: dict[ValueKey, ValueInfo],
+    kind: str,
+    source: Callable[[ValueKey, int], bool] = lambda key, dim: True,
 ) -> dict[str, frozenset[int]]:
     """Per op, the factors reached from those dims of values of a kind that `source` selects."""
     marks: dict[ValueKey, Marks] = {
-        key: tuple((info.kind == kind and source(i),) * len(dim) for i, dim in enumerate(info.atoms))
+        key: tuple((info.kind == kind and source(key, i),) * len(dim) for i, dim in enumerate(info.atoms))
         for key, info in values.items()
     }
     through = _Memo(_marked)

@@ -123,8 +123,22 @@ class FindRegions:
 
 def _tokens(graph: Annotated) -> dict[str, frozenset[int]]:
     """Per op, the dims of the user's data that are no features: no parameter has them."""
-    weights = reached_from(graph.ops, graph.values, "param", lambda dim: True)
-    return {op.name: op.data - weights[op.name] for op in graph.ops}
+    weights = reached_from(graph.ops, graph.values, "param")
+    features = _features(graph, weights)
+    data = reached_from(graph.ops, graph.values, "input", lambda key, dim: (key, dim) not in features)
+    return {op.name: data[op.name] - weights[op.name] for op in graph.ops}
+
+
+def _features(graph: Annotated, weights: dict[str, frozenset[int]]) -> set[tuple[ValueKey, int]]:
+    """Dims of values that are read along a dim of a parameter, by an op or by what reads its results."""
+    found: set[tuple[ValueKey, int]] = set()
+    for op in reversed(graph.ops):
+        own = set(weights[op.name])
+        for r, tensor in enumerate(op.rule.outputs):
+            own |= {f for d, factors in enumerate(tensor) if ((op.name, r), d) in found for f in factors}
+        for key, tensor in zip(op.operands, op.rule.inputs, strict=True):
+            found |= {(key, d) for d, factors in enumerate(tensor) if own & set(factors)}
+    return found
 
 
 @dataclass
