@@ -183,7 +183,7 @@ class PhaseEmitter:
             made: Sequence[Value | None] = emit_temporal(self.builder, op, strategy, derived, operands, self)
         else:
             made = self._call(op, strategy, operands)
-        if strategy.pending:
+        if strategy.pending or isinstance(op.call.target, Region):  # inside of a region sums may pass from op to op
             self._allow_pending(first)
         self._keep(op, derived, made)
 
@@ -209,9 +209,9 @@ class PhaseEmitter:
         for inner in region.body:
             local = [operands[r] if j < 0 else made[j][r] for j, r in inner.sources]
             known = [value for value in local if value is not None]
-            made.append(
-                self._op(inner.kind, inner.call, inner.block(block.ranges), known, plain=len(inner.call.results) == 1)
-            )
+            assert len(known) == len(local), f"{region}: {inner.kind} reads a result that is no tensor"
+            part = inner.block(block.ranges)
+            made.append(self._op(inner.kind, inner.call, part, known, plain=len(inner.call.results) == 1))
         return [made[j][r] for j, r in region.outputs]
 
     def _op(

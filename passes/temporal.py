@@ -19,6 +19,7 @@ from stpart_compiler.ir.rule import ONLINE, SUM, OpRule, TensorMap
 from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Strategy, factor_range, result_combine
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules import MERGES, Block, is_void
+from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import Merge
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class _Loop:
         time = strategy.time_factor
         assert time is not None
         self.time = time
+        self.shared = isinstance(op.call.target, Region) and op.call.target.shares_storage
         self.merge = MERGES[op.call.target] if op.rule.factors[time].kind == ONLINE else None
 
     def _outgoing(self, i: int) -> Value:
@@ -199,7 +201,7 @@ class _Loop:
 
     def _combined(self, j: int, into: Value, other: Value) -> Value:
         how = self._how(j)
-        if how == SUM:
+        if how == SUM and not self.shared:
             return add_in_place(self.builder, into, other)
         return self.builder.call(
             PAIRWISE[how], (into, other), shape=into.shape, dtype=into.dtype, stem=f"{into.name}_acc", partial_ok=True

@@ -80,6 +80,17 @@ class Region:
         found = tuple(made[j][r] for j, r in self.outputs)
         return found if len(found) > 1 else found[0]
 
+    @cached_property
+    def shares_storage(self) -> bool:
+        """Whether a result may be a view of another one: then neither may be added to in place."""
+        bases = [self._base(source) for source in self.outputs]
+        return len(set(bases)) < len(bases)
+
+    def _base(self, source: Source) -> Source:
+        while source[0] >= 0 and _is_view(self.body[source[0]]):
+            source = self.body[source[0]].sources[0]
+        return source
+
     def peak_bytes(self, extents: Sequence[int]) -> int:
         """Most bytes of middle values and results alive at once in one block; operands are not counted."""
         sizes = {

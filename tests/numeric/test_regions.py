@@ -65,6 +65,18 @@ class Attention(nn.Module):
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
+class Twice(nn.Module):
+    """The result of the region is read as it is and through a view, so the region gives both."""
+
+    def __init__(self, width: int, middle: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, middle, bias=False), nn.Linear(middle, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.relu(self.up(x.flatten(0, 1))))
+        return y.unflatten(0, x.shape[:2]).sin() + y.square().mean()
+
+
 class Head(nn.Module):
     """Logits over a vocabulary and their cross entropy; a target is ignored."""
 
@@ -100,6 +112,7 @@ CASES = {
     "gated-uneven": lambda: _step(Gated, (3, 5, 7, 10)),
     "plain": lambda: _step(Plain, (4, 8, 6, 16)),
     "plain-uneven": lambda: _step(Plain, (2, 7, 5, 9)),
+    "twice": lambda: _step(Twice, (2, 4, 6, 8)),
     "head": lambda: _step(Head, (2, 6, 5, 16)),
     "head-uneven": lambda: _step(Head, (3, 3, 4, 13)),
     "attention": lambda: _step(Attention, (2, 6, 24, 3)),
