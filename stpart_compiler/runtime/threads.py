@@ -15,6 +15,9 @@ from stpart_compiler.runtime.transport import GlooTransport
 
 Result = TypeVar("Result")
 
+GRACE_S = 2.0
+"""How long a failure that follows from another rank's waits for that one to be reported, before all are stopped."""
+
 
 class _Run(Generic[Result]):
     """The state that the rank threads of one run share."""
@@ -25,6 +28,7 @@ class _Run(Generic[Result]):
         self.results: dict[int, Result] = {}
         self.failure: tuple[int, BaseException] | None = None
         self._lock = threading.Lock()
+        self._cause = threading.Event()
         for engine in engines:
             engine.on_failure = self._recorder(engine.rank)
 
@@ -36,6 +40,8 @@ class _Run(Generic[Result]):
                 self.results[rank] = self.fn(rank, engine)
         except BaseException as error:
             self._record(rank, error)
+            if _follows(error):
+                self._cause.wait(GRACE_S)
             self.stop(f"rank {rank} raised {type(error).__name__}: {error}")
 
     def stop(self, reason: str) -> None:
@@ -50,6 +56,8 @@ class _Run(Generic[Result]):
         with self._lock:
             if self.failure is None or (_follows(self.failure[1]) and not _follows(error)):
                 self.failure = (rank, error)
+        if not _follows(error):
+            self._cause.set()
 
 
 def _follows(error: BaseException) -> bool:
