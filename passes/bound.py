@@ -42,13 +42,12 @@ MULTIPLIER_STEPS = 7
 @dataclass
 class Bound:
     """`lower`: seconds no assignment can beat. `choice`: best assignment found (None: none fits). `alive`: choices per
-    root that may still be part of a better one. `memory_binds`: the cheapest assignment found without the limit needs
-    more."""
+    root that may still be part of a better one. `free`: seconds no assignment can beat, whatever memory it needs."""
 
     lower: float
     choice: Assignment | None
     alive: dict[int, list[int]]
-    memory_binds: bool = False
+    free: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,12 @@ class FindBound:
             best.offer(hint)
         state = model.state(self._room(problem))
         lower = self._run(model, problem, best, state, self.sweeps)
-        binds = not best.fits(model.decoded)
-        if binds:
+        free = lower
+        if not best.fits(model.decoded):
             lower = max(lower, self._multiply(model, problem, best, state))
         if best.choice is not None:
             best.offer(_polished(problem, best.choice, 0.0, self.memory_limit))
-        return Bound(lower / 1e9, best.choice, _alive(state, model, best.seconds), binds)
+        return Bound(lower / 1e9, best.choice, _alive(state, model, best.seconds), free / 1e9)
 
     def _run(self, model: Model, problem: Problem, best: _Best, state: State, sweeps: int) -> float:
         """Sweeps at the state's multiplier: bound in ns."""

@@ -40,7 +40,10 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Solution:
-    """Choice per root; objective and proven bound in seconds; `status` of CP-SAT."""
+    """Choice per root; objective and proven bound in seconds; `status` of CP-SAT.
+
+    `memory_binds`: the memory limit may cost more than the wanted gap.
+    """
 
     choice: Assignment
     seconds: float
@@ -83,7 +86,7 @@ class Solve:
         near = _proven(problem, bound, self.options.gap)
         if bound.choice is not None and near and (not self.polish_s or _settled(problem, bound)):
             seconds = evaluate(problem, bound.choice)
-            return Solution(bound.choice, seconds, bound.lower, "BOUNDED", first, first, bound.memory_binds)
+            return Solution(bound.choice, seconds, bound.lower, "BOUNDED", first, first, self._binds(bound, seconds))
         model = _Model(problem, bound)
         if self.memory_limit is not None:
             model.add_memory(self.memory_limit)
@@ -107,7 +110,10 @@ class Solve:
         seconds = evaluate(problem, choice)
         first = first if bound.choice is not None else watch.first or wall
         name = solver.status_name(status)
-        return Solution(choice, seconds, min(seconds, lower), name, wall, first, bound.memory_binds)
+        return Solution(choice, seconds, min(seconds, lower), name, wall, first, self._binds(bound, seconds))
+
+    def _binds(self, bound: Bound, seconds: float) -> bool:
+        return self.memory_limit is not None and bound.free < (1 - self.options.gap) * seconds
 
     def _solver(self, limit: float) -> cp_model.CpSolver:
         solver = cp_model.CpSolver()

@@ -329,7 +329,8 @@ def _cheapest(found: list[tuple[Plan, Programs]]) -> tuple[Plan, Programs]:
     """The cheaper of the plans, with the yardsticks of all."""
     plan, programs = min(found, key=lambda pair: pair[0].seconds)
     for other, _ in found:
-        plan.yardsticks |= other.yardsticks
+        for name, seconds in other.yardsticks.items():
+            plan.yardsticks[name] = min(seconds, plan.yardsticks.get(name, seconds))
     plan.bound_seconds = min(other.bound_seconds for other, _ in found)
     return plan, programs
 
