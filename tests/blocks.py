@@ -16,6 +16,7 @@ from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.rule import COMBINED, ONLINE, WHOLE, OpRule, refined
 from stpart_compiler.ir.spacetime import Strategy, derive, factor_range
 from stpart_compiler.passes.rules import MERGES, Block, OpCall, Operand, is_void, local_call, op_call, rule_of
+from stpart_compiler.passes.rules.registry import bind
 
 LINE = {q: Mesh(("d",), (q,)) for q in (2, 3, 4)}
 GRID = Mesh(("r", "c"), (2, 3))
@@ -30,22 +31,12 @@ class Example:
     rule: OpRule
 
     def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        args, kwargs = bound(self.call.args, tensors), bound(self.call.kwargs, tensors)
+        args, kwargs = bind(self.call.args, tensors), bind(self.call.kwargs, tensors)
         return as_list(self.call.target(*args, **kwargs))
 
 
 def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def bound(item: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(item, Operand):
-        return tensors[item.index]
-    if isinstance(item, dict):
-        return {key: bound(part, tensors) for key, part in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(bound(part, tensors) for part in item)
-    return item
 
 
 def example(target: Any, *args: Any, **kwargs: Any) -> Example:
@@ -99,7 +90,7 @@ def check_strategy(ex: Example, rule: OpRule, strategy: Strategy, mesh: Mesh) ->
         block = Block(rule, factor_range(strategy, rule, mesh, rank, 0))
         target, args, kwargs = local_call(ex.call, block)
         mine = [tensors[rank] for tensors in locals_]
-        parts.append(as_list(target(*bound(args, mine), **bound(kwargs, mine))))
+        parts.append(as_list(target(*bind(args, mine), **bind(kwargs, mine))))
         for index, part in enumerate(parts[-1]):
             fits = part is None or tuple(part.shape) == block.out_shape(index)
             assert fits, f"{ex.call.target} {rule} with {strategy.describe(rule)}: {part.shape}"
@@ -164,7 +155,7 @@ def check_merges(ex: Example, parts: int = 3) -> None:
                 for x, tensor in zip(ex.tensors, ex.rule.inputs, strict=True)
             ]
             target, args, kwargs = local_call(ex.call, block)
-            part = as_list(target(*bound(args, mine), **bound(kwargs, mine)))
+            part = as_list(target(*bind(args, mine), **bind(kwargs, mine)))
             merged = part if merged is None else merge.merge(*merged, *part)
         assert merged is not None
         wanted = ex.run(ex.tensors)

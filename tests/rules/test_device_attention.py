@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import GRID, LINE, Example, as_list, bound, check_maps, cut, example
+from blocks import GRID, LINE, Example, as_list, check_maps, cut, example
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stpart_compiler.ir.layout import form, local_shape
@@ -16,6 +16,7 @@ from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.rule import WHOLE
 from stpart_compiler.ir.spacetime import Strategy, derive, factor_range
 from stpart_compiler.passes.rules import Block, local_call
+from stpart_compiler.passes.rules.registry import bind
 
 aten = torch.ops.aten
 KINDS = ("flash", "efficient", "cudnn", "fused")
@@ -77,7 +78,7 @@ def check_shapes(ex: Example, strategy: Strategy, mesh: Mesh) -> None:
         block = Block(ex.rule, factor_range(strategy, ex.rule, mesh, rank, 0))
         mine = [x.new_empty(local_shape(port.layout, mesh, rank)) for x, port in zip(ex.tensors, ports, strict=True)]
         target, args, kwargs = local_call(ex.call, block)
-        for index, made in enumerate(as_list(target(*bound(args, mine), **bound(kwargs, mine)))):
+        for index, made in enumerate(as_list(target(*bind(args, mine), **bind(kwargs, mine)))):
             if isinstance(made, torch.Tensor):
                 result = ex.call.results[index]
                 assert result is not None

@@ -23,7 +23,7 @@ from stpart_compiler.compile import annotate
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.ir.rule import OpRule
 from stpart_compiler.passes.rules import Block, discovered_rule, discovery, local_call, rule_of
-from stpart_compiler.passes.rules.registry import OF_CALLS
+from stpart_compiler.passes.rules.registry import OF_CALLS, bind
 
 aten = torch.ops.aten
 mine = torch.ops.stpart_discovery
@@ -300,7 +300,7 @@ def test_operands_are_made_contiguous_for_ops_that_need_it() -> None:
     whole = Block(ex.rule, tuple((0, factor.size) for factor in ex.rule.factors))
     target, args, kwargs = local_call(ex.call, whole)
     turned = rand(6, 4).t()
-    made = pickle.loads(pickle.dumps(target))(*blocks.bound(args, [turned]), **kwargs)
+    made = pickle.loads(pickle.dumps(target))(*bind(args, [turned]), **kwargs)
     assert [torch.equal(y, k * turned) for k, y in enumerate(made, 1)] == [True, True]
 
 
@@ -308,7 +308,7 @@ def test_empty_blocks_are_not_run() -> None:
     ex = examples.example(aten.max_pool2d_with_indices.default, rand(*IMAGE), [2, 2])  # refuses to have no channel
     empty = Block(ex.rule, tuple((0, 0 if factor.name == "b" else factor.size) for factor in ex.rule.factors))
     target, args, kwargs = local_call(ex.call, empty)
-    values, indices = target(*blocks.bound(args, [rand(4, 0, 6, 8)]), **kwargs)
+    values, indices = target(*bind(args, [rand(4, 0, 6, 8)]), **kwargs)
     assert values.shape == indices.shape == (4, 0, 3, 4)
     assert (values.dtype, indices.dtype) == (torch.float64, torch.int64)
 

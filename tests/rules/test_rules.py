@@ -14,7 +14,6 @@ import torch
 from blocks import (
     Example,
     as_list,
-    bound,
     check,
     check_cuts,
     check_maps,
@@ -36,6 +35,7 @@ from stpart_compiler.capture import Captured, capture
 from stpart_compiler.ir.rule import OpRule
 from stpart_compiler.passes.decompose import Decompose
 from stpart_compiler.passes.rules import OpCall, Operand, op_call, rule_of
+from stpart_compiler.passes.rules.registry import bind
 
 aten = torch.ops.aten
 fused = torch.ops.stpart_fused
@@ -309,7 +309,7 @@ def attention_backward(
     q, k, v = forward.tensors[:3]
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     return example(
-        op, torch.randn_like(q), q, k, v, out, logsumexp, 0.0, causal, **bound(forward.call.kwargs, forward.tensors)
+        op, torch.randn_like(q), q, k, v, out, logsumexp, 0.0, causal, **bind(forward.call.kwargs, forward.tensors)
     )
 
 
