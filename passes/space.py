@@ -17,7 +17,7 @@ from stpart_compiler.cost_models.compute import op_seconds
 from stpart_compiler.ir.layout import Atom, Layout, form, max_local_numel, replicated, shard
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
-from stpart_compiler.ir.rule import SUM
+from stpart_compiler.ir.rule import SUM, block_shape
 from stpart_compiler.ir.spacetime import MOVE, Derived, Strategy, derive
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
@@ -58,11 +58,7 @@ class Costs:
     def op(self, op: OpNode, strategy: Strategy, derived: Derived) -> tuple[float, int]:
         """Seconds of one op on the busiest rank, and the bytes it sends while it runs."""
         extents = block_extents(op, strategy)
-        ins = [_shape(tensor, extents) for tensor in op.rule.inputs]
-        outs = [_shape(tensor, extents) for tensor in op.rule.outputs]
-        compute = op_seconds(op.call, ins, outs, self.cluster)
-        if isinstance(op.call.target, Region):
-            compute = sum(op_seconds(x.call, *x.shapes(extents), self.cluster) for x in op.call.target.body)
+        compute = self._block_seconds(op, extents)
         if strategy.steps == 1:
             return compute, 0
         moved, axes = _moving_bytes(op, derived)
@@ -70,6 +66,12 @@ class Costs:
             return compute * strategy.steps, 0
         link = self.cluster.link_for(axes, self.mesh)
         return temporal_seconds(compute, moved, strategy.steps, link), moved * (strategy.steps - 1)
+
+    def _block_seconds(self, op: OpNode, extents: Sequence[int]) -> float:
+        if isinstance(op.call.target, Region):
+            return sum(op_seconds(x.call, *x.shapes(extents), self.cluster) for x in op.call.target.body)
+        ins, outs = ([block_shape(tensor, extents) for tensor in maps] for maps in (op.rule.inputs, op.rule.outputs))
+        return op_seconds(op.call, ins, outs, self.cluster)
 
 
 def block_extents(op: OpNode, strategy: Strategy) -> list[int]:
@@ -82,16 +84,6 @@ def _largest(atom: Atom) -> int:
     for digit in atom.digits:
         size = -(-size // digit.q)
     return size
-
-
-def _shape(tensor: tuple[tuple[int, ...], ...], extents: Sequence[int]) -> tuple[int, ...]:
-    shape = []
-    for dim in tensor:
-        size = 1
-        for f in dim:
-            size *= extents[f]
-        shape.append(size)
-    return tuple(shape)
 
 
 def _moving_bytes(op: OpNode, derived: Derived) -> tuple[int, tuple[str, ...]]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from stpart_compiler.ir.rule import COMBINED, PARALLEL, SUM, WHOLE, Factor, OpRule, TensorMap
+from stpart_compiler.cost_models.compute import is_view
+from stpart_compiler.ir.rule import COMBINED, PARALLEL, SUM, WHOLE, Factor, OpRule, TensorMap, block_shape
 from stpart_compiler.passes.rules.registry import Block, OpCall, bind
 
 Shape = tuple[int, ...]
@@ -45,12 +46,8 @@ class BodyOp:
     def shapes(self, extents: Sequence[int]) -> tuple[list[Shape], list[Shape]]:
         """Shapes of operands and results in a block of the region with these extents."""
         own = [extents[f] for f in self.factors]
-        ins, outs = ([_shape(tensor, own) for tensor in maps] for maps in (self.rule.inputs, self.rule.outputs))
+        ins, outs = ([block_shape(tensor, own) for tensor in maps] for maps in (self.rule.inputs, self.rule.outputs))
         return ins, outs
-
-
-def _shape(tensor: TensorMap, extents: Sequence[int]) -> Shape:
-    return tuple(math.prod(extents[f] for f in dim) for dim in tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +84,7 @@ class Region:
         return len(set(bases)) < len(bases)
 
     def _base(self, source: Source) -> Source:
-        while source[0] >= 0 and _is_view(self.body[source[0]]):
+        while source[0] >= 0 and is_view(self.body[source[0]].call.target):
             source = self.body[source[0]].sources[0]
         return source
 
@@ -97,7 +94,7 @@ class Region:
             (j, r): math.prod(shape) * result.dtype.itemsize
             for j, op in enumerate(self.body)
             for r, (shape, result) in enumerate(zip(op.shapes(extents)[1], op.call.results, strict=True))
-            if result is not None and not _is_view(op)
+            if result is not None and not is_view(op.call.target)
         }
         last = {source: j for j, op in enumerate(self.body) for source in op.sources}
         last |= dict.fromkeys(self.outputs, len(self.body))
@@ -106,10 +103,6 @@ class Region:
 
 
 _QUIET = frozenset({"t", "view", "_unsafe_view", "transpose", "permute", "expand", "unsqueeze", "clone"})
-
-
-def _is_view(op: BodyOp) -> bool:
-    return bool(getattr(op.call.target, "is_view", False)) or op.kind in _QUIET
 
 
 def compose(
@@ -281,6 +274,6 @@ def _state(op: BodyOp, f: int | None, operands: list[str]) -> str | None:
     if not pending:
         return FREE
     kinds = set(pending.values())
-    if len(operands) == 1 and _is_view(op):
+    if len(operands) == 1 and is_view(op.call.target):
         return kinds.pop()
     return SUM if kinds == {SUM} and any(pending.keys() == linear for linear in op.rule.linear) else None

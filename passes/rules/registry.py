@@ -239,7 +239,7 @@ def local_call(call: OpCall, block: Block) -> LocalCall:
     if draws(call):
         return drawn, (call.target, *call.args), call.kwargs
     if _is_empty(call, block):
-        return empty_call(call, block)
+        return _empty_call(call, block)
     discovered = OF_CALLS.get(call.target)
     fn = discovered.get(call.text) if discovered else None
     fn = fn or LOCALIZERS.get(call.target) or LOCALIZERS.get(str(call.target))
@@ -251,7 +251,7 @@ def _is_empty(call: OpCall, block: Block) -> bool:
     return bool(call.operands) and any(low >= high and factor.size for factor, (low, high) in ranges)
 
 
-def empty_call(call: OpCall, block: Block) -> LocalCall:
+def _empty_call(call: OpCall, block: Block) -> LocalCall:
     """Results of a block without elements: empty where they are cut alike, else neutral: zeros in a sum."""
     made = [(block.out_shape(i), r.dtype) if r is not None else None for i, r in enumerate(call.results)]
     kinds = {factor.kind for factor, (low, high) in zip(block.rule.factors, block.ranges, strict=True) if low >= high}

@@ -7,7 +7,7 @@ strategies, layouts and block programs of the op follow from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 PARALLEL = "parallel"
@@ -80,6 +80,11 @@ class OpRule:
         outs = ", ".join(_tensor_text(self, tensor) for tensor in self.outputs)
         kinds = "".join(f"; {f.kind} {f.name}" for f in self.factors if f.kind != PARALLEL)
         return f"({ins}) -> ({outs}){kinds}"
+
+
+def block_shape(tensor: TensorMap, extents: Sequence[int]) -> tuple[int, ...]:
+    """Shape of a tensor in a block of the loop nest with these extents per factor."""
+    return tuple(math.prod(extents[f] for f in dim) for dim in tensor)
 
 
 def _tensor_text(rule: OpRule, tensor: TensorMap) -> str:
