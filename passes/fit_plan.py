@@ -37,7 +37,7 @@ class FitPlan:
 
     def apply(self, plan: Plan, graph: Annotated, mesh: Mesh) -> Plan:
         _check_made_for(plan, mesh)
-        digest = graph.captured.digest()
+        digest = graph.digest
         if plan.graph_digest == digest:
             return plan
         _check_same_model(plan, graph)

@@ -169,7 +169,7 @@ def _plan(
         params |= dict.fromkeys(group.names, group.layouts[solution.choice[-1 - index]])
     return Plan(
         mesh=space.mesh,
-        graph_digest=graph.captured.digest(),
+        graph_digest=graph.digest,
         torch_version=torch.__version__,
         template=name,
         strategies=strategies,

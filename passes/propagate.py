@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Generic, TypeVar
 
@@ -76,6 +77,11 @@ class Annotated:
     backward: set[str]  # names of ops that run in backward
     by_name: dict[str, OpNode]
     uses: dict[ValueKey, list[tuple[int, int]]]  # value -> (op class, operand) of every use
+
+    @cached_property
+    def digest(self) -> str:
+        """That of the captured step, made once: plans and ranks are compared by it."""
+        return self.captured.digest()
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def compile_model(
             return search.checked(FitPlan(search.costs, options).apply(plan, graph, asked))
         return search.run()
 
-    decided, programs = agree_on_plan(graphs.plain.captured.digest(), solve, search.checked)
+    decided, programs = agree_on_plan(graphs.plain.digest, solve, search.checked)
     dumper.plan(decided)
     dumper.programs(programs.artifacts)
 
@@ -261,13 +261,14 @@ class Search:
         for regions in (None, *REGIONS):
             if regions is not None and self.graphs.fused(regions) is None:
                 continue
+            if regions is not None:
+                self.say("memory is short: solving with more regions that keep nothing of their middle")
             try:
                 found.append(self._run(regions))
             except InfeasibleError as error:
                 short.append(error)
             if found and not found[-1][0].solver["memory_binds"]:
                 break
-            self.say("memory is short: solving with more regions that keep nothing of their middle")
         if not found:
             raise min(short, key=lambda error: error.least)
         return _cheapest(found)
@@ -305,10 +306,8 @@ class Search:
 
     def _attempt(self, regions: str | None, room: int) -> tuple[Plan, Programs, int]:
         """A plan within `room` bytes by the solver's estimate, and how far its programs are over the limit."""
-        maker = self.makers.get(regions) or MakePlan(
-            self.costs, self.options, room, self.template, self.restrictions.whole_parameters
-        )
-        self.makers[regions] = maker
+        new = MakePlan(self.costs, self.options, room, self.template, self.restrictions.whole_parameters)
+        maker = self.makers.setdefault(regions, new)
         plan = dataclasses.replace(maker, memory_limit=room).apply(self.graphs.of(regions), self.say)
         plan.regions = regions
         programs = self._build(plan)
