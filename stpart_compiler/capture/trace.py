@@ -11,10 +11,11 @@ from unittest import mock
 import torch
 from torch import fx, nn
 from torch._dynamo import functional_export
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch import aot_autograd
 from torch._higher_order_ops.effects import has_effects
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export._trace import _restore_state_dict
+from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
 from stpart_compiler.capture.breaks import refuse_dynamic_shapes, refuse_wrong_call, retry_or_explain
@@ -27,6 +28,7 @@ from stpart_compiler.capture.warn import recorded_warnings, show_warnings
 from stpart_compiler.pauses import same_random, without_gc
 
 _BUILD_GUARDS = "_suggest_or_raise_constraint_violation"
+_COLLECT_METADATA = "run_functionalized_fw_and_collect_metadata"
 LossFn = Callable[[Any], torch.Tensor]
 
 
@@ -113,7 +115,8 @@ def _quiet() -> Iterator[None]:
     the generator: neither is to be noticed outside.
 
     Dynamo's guards are not built either: shapes are static, and nobody will ask whether the graph still fits. Nor is
-    Python generated for the graphs on the way, which are interpreted. That is a quarter of the time.
+    Python generated for the graphs on the way, which are interpreted, nor do nodes say what they were traced from, or
+    their shapes a second time. That is a quarter of the time.
     """
     with (
         without_gc(),
@@ -121,6 +124,8 @@ def _quiet() -> Iterator[None]:
         mock.patch.object(functional_export, _BUILD_GUARDS, _nothing),
         mock.patch.object(fx.GraphModule, "recompile", _nothing),
         mock.patch.object(torch._dynamo, "reset", _nothing),
+        mock.patch.object(fx.traceback, "NodeSource", _nothing),
+        mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing),
         same_random(),
     ):
         warnings.filterwarnings("ignore", module=r"torch\.")
@@ -175,8 +180,10 @@ def _export_joint(
     graph: fx.GraphModule, inputs: list[torch.Tensor], *, functionalize: bool
 ) -> tuple[fx.GraphModule, pytree.TreeSpec]:
     with contextlib.ExitStack() as stack:
+        if not functionalize:
+            stack.enter_context(_known_outputs(graph))
         # torch_fn, which this leaves out of the meta, costs a tenth of the time and names what stack_trace shows anyway
-        joint = aot_export_joint_with_descriptors(
+        joint = aot_autograd.aot_export_joint_with_descriptors(
             stack,
             graph,
             tuple(inputs),
@@ -185,6 +192,31 @@ def _export_joint(
             _disable_torch_fn_metadata_mode=True,
         )
     return joint.graph_module, joint.out_spec
+
+
+def _known_outputs(graph: fx.GraphModule) -> contextlib.AbstractContextManager[object]:
+    """AOTAutograd runs forward once before it traces, to see what its outputs are: give it tensors like them at once.
+
+    It also sees then what forward writes into. Where that matters the trace itself shows it (`_needs_order`).
+    """
+    collect = getattr(aot_autograd, _COLLECT_METADATA)
+    outputs: Any = graph.graph.output_node().args[0]
+    examples = [
+        copy.all_input_nodes[0].meta["example_value"] if isinstance(copy, fx.Node) else copy for copy in outputs
+    ]
+
+    def stand_ins(*args: object) -> list[Any]:
+        return [_like(x) if isinstance(x, torch.Tensor) else x for x in examples]
+
+    def known(forward: object, **options: Any) -> Any:
+        return collect(stand_ins, **options)
+
+    return mock.patch.object(aot_autograd, _COLLECT_METADATA, known)
+
+
+def _like(example: torch.Tensor) -> torch.Tensor:
+    new = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+    return new.requires_grad_(example.requires_grad)
 
 
 def _needs_order(node: fx.Node) -> bool:
