@@ -1,4 +1,7 @@
-"""Models of many families: the solved plan on every mesh, and every template, against one device."""
+"""Models of many families: the solved plan on every mesh, and every template, against one device.
+
+On one mesh each runs with a thread and a gloo group per rank, on the others in lockstep.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep_step import lockstep_step
 from slow_ranks import CLUSTER, SOLVER
 from zoo import KERNEL_FLOAT32, ZOO, Step, make
 
@@ -17,6 +21,7 @@ from stpart_compiler.capture import capture
 from stpart_compiler.compile import annotate
 
 MESHES = (2, 3, 4, 8, (2, 2))
+THREADS = 3
 TEMPLATES = {"data": 3, "zero3": 2, "megatron": 4, "megatron_sp": (2, 2), "ring": 3, "metp": 4, "primepar": 4}
 
 
@@ -46,8 +51,9 @@ class Case:
                 solver=SOLVER,
             )
 
-    def check(self, compiled: st.CompiledModel) -> None:
-        result = compiled.run_in_process(*self.step.args, **self.step.kwargs)
+    def check(self, compiled: st.CompiledModel, *, threads: bool) -> None:
+        args, kwargs = self.step.args, dict(self.step.kwargs)
+        result = compiled.run_in_process(*args, **kwargs) if threads else lockstep_step(compiled, args, kwargs)
         assert result.loss is not None
         self._close("loss", result.loss, self.loss.detach())
         largest = max(float(p.grad.abs().max()) for p in self.single.model.parameters() if p.grad is not None)
@@ -79,14 +85,14 @@ def test_solved(name: str) -> None:
         compiled = case.compile(mesh, None)
         work = [op.name for op in case.graph.ops if op.call.target in _PRODUCTS]
         assert any(any(compiled.plan.strategies[op].digits) for op in work), mesh
-        case.check(compiled)
+        case.check(compiled, threads=mesh == THREADS)
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_templates(name: str) -> None:
     case = _case(name)
     for template, mesh in TEMPLATES.items():
-        case.check(case.compile(mesh, template))
+        case.check(case.compile(mesh, template), threads=mesh == THREADS)
 
 
 @pytest.mark.parametrize("name", ZOO)
