@@ -126,6 +126,44 @@ def _metp(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     return travels and (_ring_role(op, strategy) if is_region else set(_cut_axes(strategy)) <= op.data)
 
 
+def _attends(op: OpNode) -> bool:
+    """An attention kernel, or a product of two activations of attention written out."""
+    return "scaled_dot_product" in str(op.call.target) or (is_contraction(op.rule) and not _has_weight(op))
+
+
+def _places(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    """The batch on the data axis, any other tokens on the model axes, no features."""
+    data, model = _roles(mesh)
+    return all(
+        axes <= data if f in op.batch else axes <= model and f in op.data for f, axes in _cut_axes(strategy).items()
+    )
+
+
+def _ulysses(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    """The sequence is cut on the model axes, in attention the heads: all-to-alls in between (Ulysses)."""
+    if not _spatial(strategy):
+        return False
+    if not _attends(op):
+        return _of_parameters(op) or _places(op, strategy, mesh)
+    data, model = _roles(mesh)
+    heads = _in_all_operands(op) - op.data
+    return all(
+        axes <= data if f in op.batch else axes <= model and f in heads for f, axes in _cut_axes(strategy).items()
+    )
+
+
+def _in_all_operands(op: OpNode) -> set[int]:
+    return set.intersection(*({f for dim in tensor for f in dim} for tensor in op.rule.inputs[:2]))
+
+
+def _context(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    """The sequence is cut on the model axes; keys and values go round in attention (context parallel)."""
+    if op.rule.loops:
+        travels = any(port.motion == MOVE for port in derive(op.rule, strategy, mesh).inputs)
+        return travels and _places(op, strategy, mesh)
+    return _spatial(strategy) and (_of_parameters(op) or _places(op, strategy, mesh))
+
+
 def _primepar(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     """Linear layers: the summed dim in time over two axes (the result stays, both operands move)."""
     if not _has_weight(op):
@@ -199,6 +237,18 @@ _ALL = (
         Restriction(_metp, _fully_sharded, _cuts),
         _always,
         regions="mlp",
+    ),
+    Template(
+        "ulysses_zero3",
+        "sequence cut on the model axes, heads in attention; parameters sharded and gathered for use",
+        Restriction(_ulysses, _fully_sharded, _cuts),
+        _always,
+    ),
+    Template(
+        "cp_zero3",
+        "sequence cut on the model axes, keys and values rotate; parameters sharded and gathered for use",
+        Restriction(_context, _fully_sharded, _cuts),
+        _always,
     ),
     Template("primepar", "2-D temporal maps for all linear layers", Restriction(_primepar, _smallest, _cuts), _square),
 )

@@ -29,7 +29,7 @@ from stpart_compiler.passes.strategies import is_contraction
 
 MESHES = [2, 3, 4, 8, (2, 2), (2, 4)]
 SQUARE = [4, (2, 2)]  # an axis of 4 can be taken as 2 x 2
-SPATIAL = ("data", "zero3", "megatron", "megatron_sp")
+SPATIAL = ("data", "zero3", "megatron", "megatron_sp", "ulysses_zero3")
 
 SOLVER = st.SolverOptions(time_limit_s=20, patience_s=0.5)
 
@@ -143,7 +143,7 @@ def test_spatial_template(kind: str, mesh: Any, template: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("template", ["ring", "metp"])
+@pytest.mark.parametrize("template", ["ring", "cp_zero3", "metp"])
 def test_ring(kind: str, mesh: Any, template: str) -> None:
     case = _case(kind, "sdpa")
     compiled = case.compile(mesh, template)

@@ -22,7 +22,17 @@ from stpart_compiler.compile import annotate
 
 MESHES = (2, 3, 4, 8, (2, 2))
 THREADS = 3
-TEMPLATES = {"data": 3, "zero3": 2, "megatron": 4, "megatron_sp": (2, 2), "ring": 3, "metp": 4, "primepar": 4}
+TEMPLATES = {
+    "data": 3,
+    "zero3": 2,
+    "megatron": 4,
+    "megatron_sp": (2, 2),
+    "ring": 3,
+    "ulysses_zero3": (2, 2),
+    "cp_zero3": 2,
+    "metp": 4,
+    "primepar": 4,
+}
 
 
 class Case:
