@@ -14,7 +14,7 @@ from stpart_compiler.cost_models.memory import optimizer_model
 from stpart_compiler.ir.artifact import InputSlot, Interface, OutputSlot, Port, RankArtifact, TensorSlot
 from stpart_compiler.ir.layout import Layout, local_shape, replicated
 from stpart_compiler.ir.plan import Plan
-from stpart_compiler.ir.program import RankProgram
+from stpart_compiler.ir.program import RankProgram, groups_of
 from stpart_compiler.passes.codegen import Codegen, Placement
 from stpart_compiler.passes.liveness import MemoryReport, peak_bytes
 from stpart_compiler.passes.propagate import Annotated, ValueKey
@@ -101,8 +101,6 @@ def make_interface(
     saved: list[Port] = [("saved", k) for k in range(len(schedule.saved))]
     outputs: list[Port] = [("output", o.index) for o in captured.outputs if o.node]
     outputs += [("buffer", name) for name in captured.mutations]
-    bodies = [instr for pair in pairs for program in pair if program is not None for instr in program.body]
-    groups = sorted({instr.group for instr in bodies if instr.kind == "collective"})
     return Interface(
         mesh=plan.mesh,
         params=tuple(_param_slots(captured, plan)),
@@ -116,7 +114,7 @@ def make_interface(
         forward_outputs=(*outputs, *saved),
         backward_inputs=_backward_inputs(backward, saved, meaning),
         backward_outputs=tuple(_grad_ports(captured)) if backward is not None else (),
-        groups=tuple(groups),
+        groups=groups_of(program for pair in pairs for program in pair if program is not None),
         channels=2,
         plan_digest=plan.digest,
         training=captured.training,

@@ -88,12 +88,23 @@ class PhaseEmitter:
                 self._start(key, layout)
             self._emit(op)
             self._start_results(op)
+        for key, layout in self.phase.outputs:
+            self._start(key, layout)
         outputs = [self.fetch(key, layout) for key, layout in self.phase.outputs]
-        return RankProgram(self.rank, self.phase.name, inputs, list(outputs), self.builder.body, self.pending_names)
+        return RankProgram(
+            self.rank,
+            self.phase.name,
+            inputs,
+            list(outputs),
+            self.builder.body,
+            self.pending_names,
+            gives_sums=self.phase.gives_sums,
+        )
 
     def _input(self, key: ValueKey, layout: Layout) -> Value:
         value = self.builder.value(key[0], local_shape(layout, self.mesh, self.rank), self._dtype(key))
         self.have[(key, layout)] = value
+        self._note_pending(value, layout)
         return value
 
     def _dtype(self, key: ValueKey) -> torch.dtype:

@@ -23,7 +23,8 @@ class Phase:
     """One program's content, the same on all ranks.
 
     `starts[op]`: fetches of resting values to begin before that op. `wanted[value]`: layouts to begin as soon as the
-    value is made. `layout`: layouts of inputs that differ from where the value was produced.
+    value is made. `layout`: layouts of inputs that differ from where the value was produced. `gives_sums`: outputs may
+    be pending sums.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Phase:
     wanted: dict[ValueKey, list[Layout]] = field(default_factory=dict)
     layout: dict[ValueKey, Layout] = field(default_factory=dict)
     views: frozenset[str] = frozenset()
+    gives_sums: bool = False
 
 
 @dataclass
@@ -58,7 +60,7 @@ class MakeSchedule:
         views = frozenset(op.name for op in graph.ops if is_view(op.call.target))
         forward_ops = [op for op in graph.ops if op.name not in graph.backward]
         backward_ops = [op for op in graph.ops if op.name in graph.backward]
-        rest = _resting(graph)
+        rest = resting(graph)
         captured = graph.captured
         outputs = [
             (graph.alias[node], replicated(graph.values[graph.alias[node]].shape))
@@ -74,7 +76,7 @@ class MakeSchedule:
         saved = _saved(graph, reads, views, rest, layout, derived)
         first = Phase("forward", forward_ops, [], [*outputs, *saved], views=views)
         first.inputs = [(key, layout(key)) for key in _used(graph, forward_ops, [*outputs, *saved], rest, views)]
-        _plan_transfers(graph, first, derived, rest)
+        plan_transfers(graph, first, derived, rest)
         if not captured.training or not captured.tangents:
             return Schedule(first, None, [])
         second = Phase("backward", backward_ops, [], grads, views=views, layout=dict(saved))
@@ -82,11 +84,11 @@ class MakeSchedule:
         tangents = {name for _, name in captured.tangents}
         second.inputs = [*saved, *((key, layout(key)) for key in used if key[0] not in tangents)]
         second.inputs += [((name, 0), layout((name, 0))) for _, name in captured.tangents]
-        _plan_transfers(graph, second, derived, rest | {key for key, _ in saved})
+        plan_transfers(graph, second, derived, rest | {key for key, _ in saved})
         return Schedule(first, second, saved)
 
 
-def _resting(graph: Annotated) -> set[ValueKey]:
+def resting(graph: Annotated) -> set[ValueKey]:
     """Values that exist before a phase starts."""
     return {key for key, info in graph.values.items() if info.kind != "op"}
 
@@ -157,7 +159,7 @@ def _used(
     return list(found)
 
 
-def _plan_transfers(graph: Annotated, phase: Phase, derived: Callable[[OpNode], Derived], rest: set[ValueKey]) -> None:
+def plan_transfers(graph: Annotated, phase: Phase, derived: Callable[[OpNode], Derived], rest: set[ValueKey]) -> None:
     """Made values move on at once; resting ones (and views of them) one heavy op before their first use."""
     ahead: list[str] = []
     lazy = _lazy(graph, phase, rest)

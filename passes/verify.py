@@ -47,6 +47,26 @@ def verify_programs(programs: Sequence[RankProgram]) -> None:
     _Simulation(facts, partners).run()
 
 
+def verify_handover(giving: RankProgram, taking: RankProgram) -> None:
+    """Check that one program takes all pending sums that another of its rank gives, its last outputs, as what they are.
+
+    Raises:
+        VerificationError: naming rank, tensor, and what was expected.
+    """
+    count = len(taking.inputs)
+    handed = giving.outputs[len(giving.outputs) - count :]
+    kept = giving.outputs[: len(giving.outputs) - count]
+    lost = [value.name for value in kept if value is not None and value.name in giving.partial]
+    if lost:
+        raise VerificationError(f"rank {giving.rank}, {giving.phase}: no {taking.phase} takes the pending sums {lost}")
+    for given, taken in zip(handed, taking.inputs, strict=True):
+        is_ = None if given is None else (given.shape, giving.partial.get(given.name, ()))
+        wanted = (taken.shape, taking.partial.get(taken.name, ()))
+        if is_ != wanted:
+            where = f"rank {giving.rank}: {giving.phase} gives {given}, shape and pending digits {is_}"
+            raise VerificationError(f"{where}, where {taking.phase} takes {taken.name}, {wanted}; expected both alike")
+
+
 def _fail(program: RankProgram, index: int, what: str) -> NoReturn:
     raise VerificationError(f"{_where(program, index)}: {what}")
 
@@ -178,7 +198,7 @@ class _RankCheck:
                 continue
             if value.name not in self.root:
                 raise VerificationError(f"{where}: {_tensor(value)} is returned but never defined")
-            if value.name in self.program.partial:
+            if value.name in self.program.partial and not self.program.gives_sums:
                 digits = ", ".join(self.program.partial[value.name])
                 what = f"{_tensor(value)} is a pending sum over {digits}"
                 raise VerificationError(f"{where}: {what}; expected a reduction before it is returned")

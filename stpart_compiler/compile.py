@@ -16,10 +16,12 @@ from stpart_compiler.compiled import CompiledModel
 from stpart_compiler.cost_models.cluster import Cluster, load_cluster
 from stpart_compiler.cost_models.sizes import format_bytes, parse_bytes
 from stpart_compiler.inspect.dump import Dumper
+from stpart_compiler.ir.artifact import Deferred
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.build_programs import BuildPrograms, Programs, peak_of
 from stpart_compiler.passes.decompose import Decompose
+from stpart_compiler.passes.defer import DeferReductions
 from stpart_compiler.passes.fit_plan import FitPlan
 from stpart_compiler.passes.fuse import FuseRegions
 from stpart_compiler.passes.make_plan import MakePlan
@@ -137,8 +139,13 @@ def compile_model(
                 progress=progress,
             )
 
+    def defer() -> list[Deferred]:
+        return DeferReductions(device).apply(programs.placement, programs.schedule, programs.artifacts)
+
     graph = graphs.of(decided.regions)
-    return CompiledModel(decided, programs.interface, programs.artifacts, graph, programs.placement, model, again)
+    return CompiledModel(
+        decided, programs.interface, programs.artifacts, graph, programs.placement, model, again, defer
+    )
 
 
 def _check_kinds(args: object, kwargs: object, plan: object, loss_fn: object, solver: object) -> None:

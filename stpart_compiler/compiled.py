@@ -10,14 +10,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_unflatten
 
 from stpart_compiler.inspect.text import dump_annotated, plan_table, to_dot
-from stpart_compiler.ir.artifact import Interface, RankArtifact
+from stpart_compiler.ir.artifact import Deferred, Interface, RankArtifact
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.codegen import Placement
 from stpart_compiler.passes.emit_fx import emit_fx
@@ -27,6 +27,7 @@ from stpart_compiler.runtime.calls import Sizes, call_leaves, call_sizes, compil
 from stpart_compiler.runtime.materialize import materialize
 from stpart_compiler.runtime.rank_module import RankModule
 from stpart_compiler.runtime.runner import StepResult, run_in_process
+from stpart_compiler.runtime.step import Backward, Sized
 
 # Tracing changes what is global, and the threads of several ranks may ask for it.
 _COMPILING = threading.Lock()
@@ -47,7 +48,7 @@ class CompiledModel:
 
     Parameters come from the model that was compiled, from a state dict (`load_state_dict`), or, for a meta model, from
     an initializer (`initialize`); each rank takes its blocks. `again` compiles the same model for another call under
-    the same plan; it keeps the model alive.
+    the same plan; it keeps the model alive. `defer` makes the programs of `RankModule.no_sync`, of all ranks.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class CompiledModel:
         placement: Placement | None,
         model: nn.Module | None,
         again: Callable[[tuple[Any, ...], dict[str, Any]], CompiledModel] | None = None,
+        defer: Callable[[], list[Deferred]] | None = None,
     ) -> None:
         self.plan = plan
         self.interface = interface
@@ -70,6 +72,7 @@ class CompiledModel:
         self._initializer: Initializer | None = None
         self._programs: dict[int, RankModules] = {}
         self._again = again
+        self._defer = defer
         self._by_sizes = {compiled_sizes(interface): self}
 
     def __repr__(self) -> str:
@@ -121,7 +124,23 @@ class CompiledModel:
         programs = self.program(rank)
         params, buffers = self.local_state(rank, device)
         more = _OtherSizes(self, rank) if self._again is not None else None
-        return RankModule(self.artifacts[rank], programs.forward, programs.backward, params, buffers, engine, more)
+        sized, split = self.artifacts[rank], self._split(rank)
+        return RankModule(sized, programs.forward, programs.backward, params, buffers, engine, more, split)
+
+    def _split(self, rank: int) -> _Split | None:
+        has_it = self._defer is not None or self.artifacts[rank].deferred is not None
+        return _Split(self, rank) if has_it and self.interface.training else None
+
+    def deferred(self, rank: int) -> Deferred:
+        """Backward of a rank in two programs, for `RankModule.no_sync`. The first call makes those of all ranks."""
+        with _COMPILING:
+            if self.artifacts[rank].deferred is None:
+                assert self._defer is not None, "a loaded model has them or not"
+                for artifact, deferred in zip(self.artifacts, self._defer(), strict=True):
+                    artifact.deferred = deferred
+        found = self.artifacts[rank].deferred
+        assert found is not None
+        return found
 
     def sized(self, leaves: list[Any]) -> CompiledModel:
         """This model for the sizes of a call: compiled once more under the same plan where they are new."""
@@ -210,21 +229,14 @@ def _told(sizes: Sizes) -> Iterator[None]:
         raise
 
 
-class _OtherSizes:
-    """Compiles for calls of a rank module with other sizes. Its copies share it; a pickled one goes without."""
+class _Shared:
+    """What a rank module compiles with. Its copies share it; a pickled one goes without."""
 
     def __init__(self, compiled: CompiledModel, rank: int) -> None:
         self.compiled = compiled
         self.rank = rank
 
-    def __call__(self, leaves: list[Any]) -> tuple[RankArtifact, fx.GraphModule, fx.GraphModule | None]:
-        sized = self.compiled.sized(leaves)
-        if is_online():
-            check_same_programs(sized.artifacts)
-        programs = sized.program(self.rank)
-        return sized.artifacts[self.rank], programs.forward, programs.backward
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _OtherSizes:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -233,6 +245,27 @@ class _OtherSizes:
 
 def _none() -> None:
     return None
+
+
+class _OtherSizes(_Shared):
+    """Compiles for calls of a rank module with other sizes."""
+
+    def __call__(self, leaves: list[Any]) -> Sized:
+        sized = self.compiled.sized(leaves)
+        if is_online():
+            check_same_programs(sized.artifacts)
+        programs = sized.program(self.rank)
+        return Sized(sized.artifacts[self.rank], programs.forward, programs.backward, sized._split(self.rank))
+
+
+class _Split(_Shared):
+    """Makes the programs of `no_sync` for a rank module."""
+
+    def __call__(self) -> Backward:
+        deferred = self.compiled.deferred(self.rank)
+        if is_online():
+            check_same_programs(self.compiled.artifacts)
+        return Backward(deferred, emit_fx(deferred.accumulate), emit_fx(deferred.reduce))
 
 
 class LoadedModel(CompiledModel):

@@ -79,22 +79,57 @@ class Interface:
     modes: dict[str, bool] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class SumSlot:
+    """A value that backward may leave unreduced: where it is then, and the parameters of whose gradients it is a part.
+
+    Sums over several backwards are kept in `dtype`.
+    """
+
+    name: str
+    layout: Layout
+    dtype: torch.dtype
+    params: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """Backward in two programs of one rank, for sums over several backwards that are reduced once.
+
+    `accumulate` takes backward's inputs and gives the gradients of the parameters `grads`, then `sums`. `reduce` takes
+    sums of these and gives the gradients of the parameters `reduced`. `groups`: of collectives, on all ranks.
+    """
+
+    accumulate: RankProgram
+    reduce: RankProgram
+    grads: tuple[str, ...]
+    sums: tuple[SumSlot, ...]
+    reduced: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+
 @dataclass
 class RankArtifact:
-    """Everything one rank runs. `constants`: tensors traced into the graph."""
+    """Everything one rank runs. `constants`: tensors traced into the graph. `deferred` is made when first asked for."""
 
     rank: int
     interface: Interface
     forward: RankProgram
     backward: RankProgram | None
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    deferred: Deferred | None = None
+
+    @property
+    def programs(self) -> list[RankProgram]:
+        more = (self.deferred.accumulate, self.deferred.reduce) if self.deferred is not None else ()
+        return [program for program in (self.forward, self.backward, *more) if program is not None]
 
 
 def messages_digest(artifacts: Sequence[RankArtifact]) -> str:
     """Digest of what all ranks send each other, in order: programs made alike have the same."""
     digest = hashlib.sha256()
     for artifact in artifacts:
-        for program in filter(None, (artifact.forward, artifact.backward)):
+        for program in artifact.programs:
             digest.update(f"{artifact.rank} {len(program.body)}".encode())
             for instr in program.body:
                 if instr.kind in ("exchange", "collective", "wait"):

@@ -6,7 +6,7 @@ build their instructions from the same sequence of global events, so that `Build
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,7 +140,7 @@ COLLECTIVE_CHANNEL = 1
 
 @dataclass
 class RankProgram:
-    """Instructions of one phase ("forward" or "backward") on one rank."""
+    """Instructions of one phase (such as "forward") on one rank. `gives_sums`: outputs may be pending sums."""
 
     rank: int
     phase: str
@@ -149,6 +149,12 @@ class RankProgram:
     body: list[Instr]
     partial: dict[str, tuple[str, ...]] = field(default_factory=dict)  # value name -> pending digits (verifier)
     constants: list[Value] = field(default_factory=list)  # tensors that are attributes of the module, not inputs
+    gives_sums: bool = False
+
+
+def groups_of(programs: Iterable[RankProgram]) -> tuple[tuple[int, ...], ...]:
+    """The rank sets of all collectives."""
+    return tuple(sorted({i.group for program in programs for i in program.body if i.kind == "collective"}))
 
 
 class Pending:

@@ -17,7 +17,7 @@ from stpart_compiler.runtime.engine import FORMING, Engine, Label, online_engine
 
 T = TypeVar("T")
 
-_SIZES_TAG = 0
+_AGREE_TAG = 0
 _SAME_STEP = "every rank must compile the same model, inputs and options"
 
 
@@ -108,23 +108,41 @@ def agree_on_sizes(engine: Engine, interface: Interface, sizes: Sizes, device: t
         RuntimeError: another rank is called with inputs of other sizes that are new too.
         CommTimeoutError: another rank is called with sizes that it has programs for, or not at all.
     """
-    mine = torch.tensor([int.from_bytes(hashlib.sha256(repr(sizes).encode()).digest()[:7])], device=device)
-    peers = [rank for rank in range(engine.world_size) if rank != engine.rank]
-    theirs = [torch.empty_like(mine) for _ in peers]
     shown = ", ".join(f"{slot.path} {size}" for slot, size in zip(interface.inputs, sizes, strict=True) if size)
-    # A channel of its own: ranks that run a program meanwhile must not take this for one of its messages.
-    channel, tags = interface.channels, [_SIZES_TAG] * len(peers)
-    label = Label(f"(compiling for inputs of other sizes: {shown})", "(the model)", tuple(peers))
-    engine.labels = {FORMING: label, (channel, _SIZES_TAG): label}
-    engine.prepare(channel + 1)
-    engine.exchange([mine] * len(peers), peers, tags, theirs, peers, tags, channel)
-    engine.wait(tags[:1], channel)
-    other = [peer for peer, their in zip(peers, theirs, strict=True) if not torch.equal(their, mine)]
+    other = _disagreeing(engine, interface, repr(sizes), f"(compiling for inputs of other sizes: {shown})", device)
     if other:
         raise RuntimeError(
             f"rank {engine.rank}: called with inputs of the sizes {shown}, but ranks {other} with others; inputs are"
             " global tensors: give all ranks the same"
         )
+
+
+def agree_on_no_sync(engine: Engine, interface: Interface, device: torch.device) -> None:
+    """All ranks are about to compile programs for `no_sync`.
+
+    Raises:
+        RuntimeError: another rank is called with inputs of new sizes instead.
+        CommTimeoutError: another rank runs a step without `no_sync`, or nothing.
+    """
+    other = _disagreeing(engine, interface, "no_sync", "(compiling for no_sync)", device)
+    if other:
+        raise RuntimeError(f"rank {engine.rank}: enters no_sync, but ranks {other} do not; all ranks do so together")
+
+
+def _disagreeing(engine: Engine, interface: Interface, text: str, label: str, device: torch.device) -> list[int]:
+    """Ranks that are about to do something else than `text` says; `label` is for error messages."""
+    mine = torch.tensor([int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])], device=device)
+    peers = [rank for rank in range(engine.world_size) if rank != engine.rank]
+    theirs = [torch.empty_like(mine) for _ in peers]
+    # A channel of its own: ranks that run a program meanwhile must not take this for one of its messages.
+    channel, tags = interface.channels, [_AGREE_TAG] * len(peers)
+    where = Label(label, "(the model)", tuple(peers))
+    engine.labels = {FORMING: where, (channel, _AGREE_TAG): where}
+    engine.prepare(channel + 1)
+    engine.exchange([mine] * len(peers), peers, tags, theirs, peers, tags, channel)
+    if peers:
+        engine.wait(tags[:1], channel)
+    return [peer for peer, their in zip(peers, theirs, strict=True) if not torch.equal(their, mine)]
 
 
 def _everyones(mine: T) -> list[T]:

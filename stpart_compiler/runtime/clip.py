@@ -32,7 +32,7 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: a parameter belongs to no rank module or to another one than the rest, or `norm_type` is not > 0.
-        RuntimeError: the norm is not finite and `error_if_nonfinite`.
+        RuntimeError: the norm is not finite and `error_if_nonfinite`; sums of gradients wait (`RankModule.no_sync`).
     """
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}")
@@ -40,6 +40,7 @@ def clip_grad_norm_(
     if owned is None:
         return torch.tensor(0.0)
     module, pairs = owned
+    module.check_reduced("clip_grad_norm_")
     total = _global_norm(module, pairs, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} over all ranks is not finite: {total}")

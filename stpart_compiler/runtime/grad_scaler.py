@@ -19,13 +19,15 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         ValueError: an optimizer's parameters belong to no rank module.
+        RuntimeError: sums of gradients wait for their reduction (`RankModule.no_sync`).
     """
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        per_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         module = _module_of(optimizer)
+        module.check_reduced("GradScaler")
+        per_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         mine = torch.stack([found.cpu() for found in per_device.values()] or [torch.zeros(1)]).amax()
         everywhere = largest_over_ranks(module, mine.to(inv_scale.device), "GradScaler").reshape(1)
         return {device: everywhere.to(device) for device in per_device or {inv_scale.device: mine}}

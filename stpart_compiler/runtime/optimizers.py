@@ -1,5 +1,6 @@
-"""Optimizers that need whole tensors are refused for parameters that are cut: on blocks they would be silently wrong.
+"""Steps of optimizers that would be silently wrong are refused.
 
+Optimizers that need whole tensors are, for parameters that are cut; and any, while gradients wait for their reduction.
 Elementwise ones (SGD, Adam, AdamW and their like) are right on blocks. What this package does not know is let through.
 """
 
@@ -26,6 +27,16 @@ _NEEDS_WHOLE = {
 def watch_optimizers() -> None:
     """From now on every optimizer of this process is looked at before it steps."""
     register_optimizer_step_pre_hook(refuse_blocks)
+    register_optimizer_step_pre_hook(refuse_unreduced)
+
+
+def refuse_unreduced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises:
+    RuntimeError: sums of gradients of a parameter's rank module wait for their reduction.
+    """
+    owners = (owner_of(param) for group in optimizer.param_groups for param in group["params"])
+    for module in {owner[0] for owner in owners if owner is not None}:
+        module.check_reduced(f"{type(optimizer).__name__}.step")
 
 
 def refuse_blocks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,9 +1,9 @@
-"""Which rank module a parameter belongs to, and what it is there."""
+"""Which rank module a parameter belongs to, what it is there, and where it is registered."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -12,6 +12,18 @@ from stpart_compiler.ir.artifact import TensorSlot
 
 if TYPE_CHECKING:
     from stpart_compiler.runtime.rank_module import RankModule
+
+
+class Home(NamedTuple):
+    """Where a tensor is registered. Read at each call: `.to()` and `load_state_dict(assign=True)` replace tensors."""
+
+    table: dict[str, Tensor]
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.table[self.key]
+
 
 # Values hold the module weakly: it holds the parameter.
 _OWNERS: Any = WeakIdKeyDictionary()

@@ -21,8 +21,9 @@ from stpart_compiler.passes.emit_fx import emit_fx
 from stpart_compiler.runtime.engine import Engine
 from stpart_compiler.runtime.materialize import local_block, materialize
 from stpart_compiler.runtime.owners import owner_of
-from stpart_compiler.runtime.rank_module import RankModule, program_labels
+from stpart_compiler.runtime.rank_module import RankModule
 from stpart_compiler.runtime.runner import run_in_process, run_modules
+from stpart_compiler.runtime.step import program_labels
 from stpart_compiler.runtime.threads import run_ranks
 
 aten = torch.ops.aten
