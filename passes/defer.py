@@ -47,10 +47,10 @@ class DeferReductions:
         tail = replace(placement, graph=split.widened)
         tag = _free_tag(artifacts)
         pairs = []
-        for artifact in artifacts:
-            one = PhaseEmitter(placement, first, artifact.rank, self.device, tag)
+        for rank in range(len(artifacts)):
+            one = PhaseEmitter(placement, first, rank, self.device, tag)
             accumulate = one.run()
-            two = PhaseEmitter(tail, second, artifact.rank, self.device, one.builder.next_tag)
+            two = PhaseEmitter(tail, second, rank, self.device, one.builder.next_tag)
             pairs.append((accumulate, two.run()))
         _verify(pairs)
         groups = groups_of([program for pair in pairs for program in pair])

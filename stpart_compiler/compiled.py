@@ -199,7 +199,9 @@ class CompiledModel:
         return self._graph, self._placement
 
     def save(self, directory: str | Path) -> None:
-        """Write the plan, all ranks' programs and their parameters; `load_compiled` reads them back."""
+        """Write the plan, all ranks' programs (also those of `no_sync`) and their parameters, for `load_compiled`."""
+        if self._split(0) is not None:
+            self.deferred(0)
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
         (path / "plan.json").write_text(self.plan.to_json())
@@ -253,7 +255,7 @@ class _OtherSizes(_Shared):
     def __call__(self, leaves: list[Any]) -> Sized:
         sized = self.compiled.sized(leaves)
         if is_online():
-            check_same_programs(sized.artifacts)
+            check_same_programs(sized.interface, [program for a in sized.artifacts for program in a.programs])
         programs = sized.program(self.rank)
         return Sized(sized.artifacts[self.rank], programs.forward, programs.backward, sized._split(self.rank))
 
@@ -262,9 +264,11 @@ class _Split(_Shared):
     """Makes the programs of `no_sync` for a rank module."""
 
     def __call__(self) -> Backward:
-        deferred = self.compiled.deferred(self.rank)
+        compiled = self.compiled
+        deferred = compiled.deferred(self.rank)
         if is_online():
-            check_same_programs(self.compiled.artifacts)
+            everyones = [program for rank in range(compiled.world_size) for program in compiled.deferred(rank).programs]
+            check_same_programs(compiled.interface, everyones)
         return Backward(deferred, emit_fx(deferred.accumulate), emit_fx(deferred.reduce))
 
 

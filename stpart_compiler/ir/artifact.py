@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -94,7 +94,7 @@ class SumSlot:
 
 @dataclass(frozen=True)
 class Deferred:
-    """Backward in two programs of one rank, for sums over several backwards that are reduced once.
+    """Backward of one rank in two programs, for sums over several backwards that are reduced once.
 
     `accumulate` takes backward's inputs and gives the gradients of the parameters `grads`, then `sums`. `reduce` takes
     sums of these and gives the gradients of the parameters `reduced`. `groups`: of collectives, on all ranks.
@@ -106,6 +106,10 @@ class Deferred:
     sums: tuple[SumSlot, ...]
     reduced: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def programs(self) -> list[RankProgram]:
+        return [self.accumulate, self.reduce]
 
 
 @dataclass
@@ -121,19 +125,18 @@ class RankArtifact:
 
     @property
     def programs(self) -> list[RankProgram]:
-        more = (self.deferred.accumulate, self.deferred.reduce) if self.deferred is not None else ()
-        return [program for program in (self.forward, self.backward, *more) if program is not None]
+        """Forward, and backward if there is one."""
+        return [program for program in (self.forward, self.backward) if program is not None]
 
 
-def messages_digest(artifacts: Sequence[RankArtifact]) -> str:
-    """Digest of what all ranks send each other, in order: programs made alike have the same."""
+def messages_digest(programs: Iterable[RankProgram]) -> str:
+    """Digest of what ranks send each other, in order: programs made alike have the same."""
     digest = hashlib.sha256()
-    for artifact in artifacts:
-        for program in artifact.programs:
-            digest.update(f"{artifact.rank} {len(program.body)}".encode())
-            for instr in program.body:
-                if instr.kind in ("exchange", "collective", "wait"):
-                    sends, recvs = ([message for _, message in part] for part in (instr.sends, instr.recvs))
-                    facts = (instr.kind, sends, recvs, instr.group, instr.tag, instr.channel, instr.tags)
-                    digest.update(str(facts).encode())
+    for program in programs:
+        digest.update(f"{program.rank} {len(program.body)}".encode())
+        for instr in program.body:
+            if instr.kind in ("exchange", "collective", "wait"):
+                sends, recvs = ([message for _, message in part] for part in (instr.sends, instr.recvs))
+                facts = (instr.kind, sends, recvs, instr.group, instr.tag, instr.channel, instr.tags)
+                digest.update(str(facts).encode())
     return digest.hexdigest()

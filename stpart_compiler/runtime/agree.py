@@ -12,6 +12,7 @@ import torch.distributed as dist
 from stpart_compiler.ir.artifact import Interface, RankArtifact, messages_digest
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan
+from stpart_compiler.ir.program import RankProgram
 from stpart_compiler.runtime.calls import Sizes
 from stpart_compiler.runtime.engine import FORMING, Engine, Label, online_engine
 
@@ -84,15 +85,17 @@ def local_engine(artifacts: Sequence[RankArtifact], timeout_s: float) -> Engine:
         )
     interface = artifacts[0].interface
     check_world(interface.mesh)
-    check_same_programs(artifacts)
+    check_same_programs(interface, [program for artifact in artifacts for program in artifact.programs])
     return online_engine(timeout_s)
 
 
-def check_same_programs(artifacts: Sequence[RankArtifact]) -> None:
-    """Raises:
-    RuntimeError: a rank of the process group holds another plan or other programs.
+def check_same_programs(interface: Interface, programs: Sequence[RankProgram]) -> None:
+    """Compare all ranks' programs, as this process made them, with what the other processes made.
+
+    Raises:
+        RuntimeError: a rank of the process group holds another plan or other programs.
     """
-    digests = _everyones((artifacts[0].interface.plan_digest, messages_digest(artifacts)))
+    digests = _everyones((interface.plan_digest, messages_digest(programs)))
     _check_same("plan", [plan for plan, _ in digests], f"{_SAME_STEP}, or load the same plan")
     _check_same(
         "program",

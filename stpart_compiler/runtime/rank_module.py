@@ -184,10 +184,11 @@ class RankModule(nn.Module):
         programs = self._programs_for(leaves)
         interface = programs.interface
         leaves = [checked_leaf(slot, leaf) for slot, leaf in zip(interface.inputs, leaves, strict=True)]
-        if self._sums.open and programs.backward_gm is not None and torch.is_grad_enabled():
-            programs.split_backward()  # where sizes are new: now, not in the midst of backward
+        trains = programs.backward_gm is not None and torch.is_grad_enabled()
+        if trains and (self._sums.open or self._sums.waiting):
+            programs.split_backward()  # compiles where sizes are new: now, not in the midst of backward
         programs.begin_step()
-        if programs.backward_gm is not None and torch.is_grad_enabled():
+        if trains:
             apply: Any = Step.apply
             flat = apply(programs, leaves, *(programs.homes[slot.name].tensor for slot in interface.params))
         else:

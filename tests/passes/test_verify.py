@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stpart_compiler.ir.program import Builder, Instr, Origin, RankProgram, Value
-from stpart_compiler.passes.verify import VerificationError, verify_programs
+from stpart_compiler.passes.verify import VerificationError, verify_handover, verify_programs
 from stpart_compiler.runtime import ops
 
 assert ops.NAMESPACE == "stpart"  # the operators exist once this module is imported
@@ -410,3 +410,21 @@ def test_large_programs_are_checked_in_seconds() -> None:
     verify_programs(programs)
     per_instruction = (time.process_time() - start) / sum(len(program.body) for program in programs)
     assert per_instruction < 100e-6  # seconds; about 10e-6 on a free core
+
+
+def test_sums_that_wait_are_taken_by_their_reduction() -> None:
+    x, y = Value("x", SHAPE, F64), Value("y", SHAPE, F64)
+    pending = {"y": ("r",)}
+    giving = RankProgram(0, "accumulate", [x, y], [x, y], [], pending, gives_sums=True)
+    verify_programs([giving])
+    verify_handover(giving, RankProgram(0, "reduce", [y], [], [], pending))
+    for taking, message in (
+        (RankProgram(0, "reduce", [], [], []), r"rank 0, accumulate: no reduce takes the pending sums \['y'\]"),
+        (
+            RankProgram(0, "reduce", [y], [], []),
+            r"accumulate gives y, .*\('r',\)\), where reduce takes y, .*expected both",
+        ),
+        (RankProgram(0, "reduce", [Value("y", (3, 3), F64)], [], [], pending), r"takes y, \(\(3, 3\), .*both alike"),
+    ):
+        with pytest.raises(VerificationError, match=message):
+            verify_handover(giving, taking)
