@@ -105,7 +105,7 @@ def make_interface(
         mesh=plan.mesh,
         params=tuple(_param_slots(captured, plan)),
         buffers=tuple(_buffer_slots(captured)),
-        inputs=tuple(_input_slots(captured)),
+        inputs=tuple(input_slots(captured)),
         outputs=tuple(_output_slots(graph)),
         in_spec=captured.in_spec,
         out_spec=captured.out_spec,
@@ -174,7 +174,7 @@ def _buffer_slots(captured: Captured) -> list[TensorSlot]:
     ]
 
 
-def _input_slots(captured: Captured) -> list[InputSlot]:
+def input_slots(captured: Captured) -> list[InputSlot]:
     return [
         InputSlot(
             info.path, info.info.shape if info.info else None, info.info.dtype if info.info else None, info.constant

@@ -10,6 +10,7 @@ from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.templates import templates
 from stpart_compiler.passes.verify import VerificationError
+from stpart_compiler.runtime.buckets import Buckets
 from stpart_compiler.runtime.checkpoint import load_checkpoint, save_checkpoint
 from stpart_compiler.runtime.clip import clip_grad_norm_
 from stpart_compiler.runtime.engine import CommTimeoutError
@@ -17,6 +18,7 @@ from stpart_compiler.runtime.grad_scaler import GradScaler
 from stpart_compiler.runtime.runner import StepResult
 
 __all__ = [
+    "Buckets",
     "Cluster",
     "CommTimeoutError",
     "CompiledModel",

@@ -19,7 +19,7 @@ from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.ir.artifact import Deferred
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.plan import Plan
-from stpart_compiler.passes.build_programs import BuildPrograms, Programs, peak_of
+from stpart_compiler.passes.build_programs import BuildPrograms, Programs, input_slots, peak_of
 from stpart_compiler.passes.decompose import Decompose
 from stpart_compiler.passes.defer import DeferReductions
 from stpart_compiler.passes.fit_plan import FitPlan
@@ -33,6 +33,7 @@ from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.templates import template as named_template
 from stpart_compiler.pauses import same_random, without_gc
 from stpart_compiler.runtime.agree import agree_on_plan, check_world
+from stpart_compiler.runtime.buckets import Dynamic, by_leaf
 from stpart_compiler.runtime.modes import in_modes
 
 MEMORY_ROUNDS = 5
@@ -68,6 +69,7 @@ def compile_model(
     dump_dir: str | Path | None = None,
     progress: Progress | None = None,
     restrictions: Restrictions | None = None,
+    dynamic: Dynamic | None = None,
 ) -> CompiledModel:
     """Trace one step of `model`, choose a plan for `mesh`, and generate a verified program per rank.
 
@@ -86,6 +88,13 @@ def compile_model(
         dump_dir: write what each pass made there, numbered.
         progress: called with a line of text as the work goes on.
         restrictions: limits on the plan.
+        dynamic: input -> `Buckets` (or several, of several dims). Rank modules then pad calls of other sizes up to the
+            next bucket and cut outputs back: one program per bucket instead of one per size. The model must leave
+            padded places out: by an attention mask, labels of -100, a loss that is a mean over valid tokens. The first
+            padded call is run without padding too, and refused where the results differ:
+
+                tokens = st.Buckets(dim=1, sizes=(128, 256, 512), pad=0)
+                dynamic={"input_ids": tokens, "labels": st.Buckets(dim=1, sizes=(128, 256, 512), pad=-100)}
 
     Raises:
         ValueError: a bad mesh, limit, cluster, template or plan; the message says what was expected.
@@ -108,6 +117,7 @@ def compile_model(
     dumper = Dumper(dump_dir)
     say("capture")
     captured = capture(model, tuple(example_args), dict(example_kwargs or {}), loss_fn=loss_fn, training=training)
+    buckets = by_leaf(dynamic or {}, input_slots(captured))
     graphs = Graphs(annotate(captured, dumper), dumper)
     say(f"propagate: {len(graphs.plain.ops)} ops in {len(graphs.plain.classes)} classes")
     search = Search(graphs, Costs(prices, grid), limit, options, template, restrictions or Restrictions(), device, say)
@@ -143,9 +153,8 @@ def compile_model(
         return DeferReductions(device).apply(programs.placement, programs.schedule, programs.artifacts)
 
     graph = graphs.of(decided.regions)
-    return CompiledModel(
-        decided, programs.interface, programs.artifacts, graph, programs.placement, model, again, defer
-    )
+    made = (decided, programs.interface, programs.artifacts, graph, programs.placement)
+    return CompiledModel(*made, model, again, defer, buckets)
 
 
 def _check_kinds(args: object, kwargs: object, plan: object, loss_fn: object, solver: object) -> None:

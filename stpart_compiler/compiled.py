@@ -23,6 +23,7 @@ from stpart_compiler.passes.codegen import Placement
 from stpart_compiler.passes.emit_fx import emit_fx
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.runtime.agree import check_same_programs, is_online, local_engine
+from stpart_compiler.runtime.buckets import Buckets, Padding, Place
 from stpart_compiler.runtime.calls import Sizes, call_leaves, call_sizes, compiled_sizes, differs_in_sizes_only
 from stpart_compiler.runtime.materialize import materialize
 from stpart_compiler.runtime.rank_module import RankModule
@@ -49,6 +50,7 @@ class CompiledModel:
     Parameters come from the model that was compiled, from a state dict (`load_state_dict`), or, for a meta model, from
     an initializer (`initialize`); each rank takes its blocks. `again` compiles the same model for another call under
     the same plan; it keeps the model alive. `defer` makes the programs of `RankModule.no_sync`, of all ranks.
+    `buckets`: sizes that rank modules pad inputs to.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class CompiledModel:
         model: nn.Module | None,
         again: Callable[[tuple[Any, ...], dict[str, Any]], CompiledModel] | None = None,
         defer: Callable[[], list[Deferred]] | None = None,
+        buckets: Mapping[Place, Buckets] | None = None,
     ) -> None:
         self.plan = plan
         self.interface = interface
@@ -73,6 +76,7 @@ class CompiledModel:
         self._programs: dict[int, RankModules] = {}
         self._again = again
         self._defer = defer
+        self._buckets = buckets
         self._by_sizes = {compiled_sizes(interface): self}
 
     def __repr__(self) -> str:
@@ -124,8 +128,18 @@ class CompiledModel:
         programs = self.program(rank)
         params, buffers = self.local_state(rank, device)
         more = _OtherSizes(self, rank) if self._again is not None else None
-        sized, split = self.artifacts[rank], self._split(rank)
-        return RankModule(sized, programs.forward, programs.backward, params, buffers, engine, more, split)
+        padding = Padding(self._buckets, self.interface.inputs) if self._buckets else None
+        return RankModule(
+            self.artifacts[rank],
+            programs.forward,
+            programs.backward,
+            params,
+            buffers,
+            engine,
+            more,
+            self._split(rank),
+            padding,
+        )
 
     def _split(self, rank: int) -> _Split | None:
         has_it = self._defer is not None or self.artifacts[rank].deferred is not None
@@ -165,7 +179,10 @@ class CompiledModel:
         return self.rank_module(engine.rank, engine, device if device is not None else "cpu")
 
     def run_in_process(self, *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> StepResult:
-        """One step of all ranks in this process, a thread and a real gloo group each, on the global inputs."""
+        """One step of all ranks in this process, a thread and a real gloo group each, on the global inputs.
+
+        These are never padded.
+        """
         states = [self.local_state(rank) for rank in range(self.world_size)]
         sized = self.sized(call_leaves(self.interface, args, kwargs))
         programs = [sized.program(rank) for rank in range(self.world_size)]

@@ -7,7 +7,7 @@ happens inside of the programs, through the engine that the module was attached 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from stpart_compiler.ir.artifact import Interface, RankArtifact, TensorSlot
 from stpart_compiler.ir.layout import local_shape
 from stpart_compiler.runtime import ops as _ops  # noqa: F401  (defines the ops that the programs call)
 from stpart_compiler.runtime.agree import agree_on_sizes
+from stpart_compiler.runtime.buckets import Padding
 from stpart_compiler.runtime.calls import call_leaves, call_sizes, checked_leaf, compiled_sizes, differs_in_sizes_only
 from stpart_compiler.runtime.engine import Engine
 from stpart_compiler.runtime.modes import check_modes, submodule, take_modes
@@ -42,7 +43,7 @@ class RankModule(nn.Module):
     is in train or eval mode as it was compiled, and must be when the module is called.
 
     `other_sizes`: compiles for calls with inputs of other sizes, once for each. Without it they are refused. `split`:
-    makes the programs of `no_sync`, which is refused without.
+    makes the programs of `no_sync`, which is refused without. `padding`: pads calls of sizes that are not compiled.
 
     Raises:
         ValueError: a block is missing, unknown, or of another shape or dtype than the slot's layout says.
@@ -58,6 +59,7 @@ class RankModule(nn.Module):
         engine: Engine | None = None,
         other_sizes: OtherSizes | None = None,
         split: Split | None = None,
+        padding: Padding | None = None,
     ) -> None:
         super().__init__()
         watch_optimizers()
@@ -76,6 +78,7 @@ class RankModule(nn.Module):
         self._stpart = Programs(Sized(artifact, forward_gm, backward_gm, split), homes, self._sums)
         self._modes = take_modes(self, interface.modes)
         self._other_sizes = other_sizes
+        self._padding = padding
         self._by_sizes = {compiled_sizes(interface): self._stpart}
         if engine is not None:
             self.attach(engine)
@@ -173,7 +176,7 @@ class RankModule(nn.Module):
 
         Raises:
             ValueError: the call differs from the one that was compiled in structure, shape, dtype or a constant, or a
-                module was put in another mode (train or eval).
+                module was put in another mode (train or eval); with `dynamic`, padding changes what the model computes.
             RuntimeError: the module has no engine and needs one, or the ranks are called with inputs of several sizes.
             CommTimeoutError: a message did not arrive.
             Exception: what an op of the programs raises, with a note of the op and its place in the model; no rank can
@@ -181,21 +184,63 @@ class RankModule(nn.Module):
         """
         check_modes(self, self._modes, self.interface.modes.get("", True))
         leaves = call_leaves(self.interface, args, kwargs)
-        programs = self._programs_for(leaves)
-        interface = programs.interface
-        leaves = [checked_leaf(slot, leaf) for slot, leaf in zip(interface.inputs, leaves, strict=True)]
+        if self._padding is None or call_sizes(leaves) in self._by_sizes:
+            tensors = iter(self._step(leaves))
+        else:
+            tensors = iter(self._padded_step(self._padding, leaves))
+        outputs = [next(tensors) if slot.is_tensor else slot.constant for slot in self.interface.outputs]
+        return tree_unflatten(outputs, self.interface.out_spec)
+
+    def _step(self, leaves: list[Any]) -> Sequence[Tensor]:
+        """The output tensors of a call of these sizes."""
+        programs, leaves = self._checked(leaves)
         trains = programs.backward_gm is not None and torch.is_grad_enabled()
         if trains and (self._sums.open or self._sums.waiting):
             programs.split_backward()  # compiles where sizes are new: now, not in the midst of backward
         programs.begin_step()
-        if trains:
-            apply: Any = Step.apply
-            flat = apply(programs, leaves, *(programs.homes[slot.name].tensor for slot in interface.params))
-        else:
-            flat = programs.run_forward(leaves, keep=False)[0]
-        tensors = iter(flat)
-        outputs = [next(tensors) if slot.is_tensor else slot.constant for slot in interface.outputs]
-        return tree_unflatten(outputs, interface.out_spec)
+        if not trains:
+            return programs.run_forward(leaves, keep=False)[0]
+        apply: Any = Step.apply
+        params = (param for _, param in self.param_slots())
+        flat: tuple[Tensor, ...] = apply(programs, leaves, *params)
+        return flat
+
+    def _checked(self, leaves: list[Any]) -> tuple[Programs, list[Any]]:
+        programs = self._programs_for(leaves)
+        slots = programs.interface.inputs
+        return programs, [checked_leaf(slot, leaf) for slot, leaf in zip(slots, leaves, strict=True)]
+
+    def _padded_step(self, padding: Padding, leaves: list[Any]) -> Sequence[Tensor]:
+        """The output tensors of a call, run in the sizes of buckets."""
+        padded, grown = padding.padded(leaves)
+        if grown and not padding.is_tried(grown):
+            names = [f"output {index}" for index, slot in enumerate(self.interface.outputs) if slot.is_tensor]
+            names += [f"buffer {slot.name!r}" for slot in self.interface.buffers]
+            padding.try_out(grown, (leaves, padded), (self._dry_run(leaves), self._dry_run(padded)), names)
+        found = self._step(padded)
+        return padding.cut(grown, leaves, found) if grown else found
+
+    def _dry_run(self, leaves: list[Any]) -> list[Tensor]:
+        """The output tensors, then the new values of all buffers, which stay as they were.
+
+        Raises:
+            ValueError: the step draws random numbers, which are others for other sizes.
+        """
+        programs, leaves = self._checked(leaves)
+        if programs.draws:
+            raise ValueError(
+                "dynamic: the step draws random numbers (dropout), which are others for padded inputs: set dropout to 0"
+                " in the model, or compile without dynamic="
+            )
+        buffers = [buffer for _, buffer in self.buffer_slots()]
+        before = [buffer.clone() for buffer in buffers]
+        programs.begin_step()
+        with torch.no_grad():
+            outputs = programs.run_forward(leaves, keep=False)[0]
+            after = [buffer.clone() for buffer in buffers]
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+        return [*outputs, *after]
 
     def _programs_for(self, leaves: list[Any]) -> Programs:
         """Those for the sizes of a call, compiled now where these are new and the call may run under the same plan."""
