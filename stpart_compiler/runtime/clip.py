@@ -11,7 +11,7 @@ from torch import Tensor
 from stpart_compiler.ir.artifact import TensorSlot
 from stpart_compiler.ir.layout import coordinate, holders
 from stpart_compiler.runtime.engine import Engine
-from stpart_compiler.runtime.owners import owner_of
+from stpart_compiler.runtime.owners import allow_change, owner_of
 from stpart_compiler.runtime.rank_module import RankModule
 
 # Collectives are told apart by (channel, tag), and programs use channels from 0 on.
@@ -28,7 +28,8 @@ def clip_grad_norm_(
     """Like `torch.nn.utils.clip_grad_norm_` on the whole model: scales the gradients in place, returns the norm before.
 
     `parameters`: a rank module, or parameters of one. All ranks call it with the same ones; all get the same norm.
-    `foreach` is accepted and ignored.
+    `foreach` is accepted and ignored. torch's own function sees this rank's blocks alone: it is wrong where parameters
+    are cut, of which the next step of an optimizer warns.
 
     Raises:
         ValueError: a parameter belongs to no rank module or to another one than the rest, or `norm_type` is not > 0.
@@ -49,6 +50,7 @@ def clip_grad_norm_(
         for _, param in pairs:
             if param.grad is not None:
                 param.grad.mul_(scale.to(param.grad.dtype))
+                allow_change(param)
     return total
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stpart_compiler.runtime.clip import largest_over_ranks
-from stpart_compiler.runtime.owners import owner_of
+from stpart_compiler.runtime.owners import allow_change, owner_of
 from stpart_compiler.runtime.rank_module import RankModule
 
 
@@ -28,6 +28,8 @@ class GradScaler(torch.amp.GradScaler):
         module = _module_of(optimizer)
         module.check_reduced("GradScaler")
         per_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            allow_change(param)
         mine = torch.stack([found.cpu() for found in per_device.values()] or [torch.zeros(1)]).amax()
         everywhere = largest_over_ranks(module, mine.to(inv_scale.device), "GradScaler").reshape(1)
         return {device: everywhere.to(device) for device in per_device or {inv_scale.device: mine}}

@@ -101,3 +101,32 @@ def test_other_modules_are_left_alone() -> None:
     model = net()
     model(X).sum().backward()
     torch.optim.Adafactor(model.parameters()).step()
+
+
+def test_gradients_written_by_what_may_not_know_of_blocks_are_warned_of(
+    compiled: tuple[st.CompiledModel, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, cut = compiled
+    given: list[str] = []
+    monkeypatch.setattr("warnings.warn", lambda message, **options: given.append(message))
+
+    def train(clip: Callable[..., object]) -> None:
+        def rank(index: int, engine: Engine) -> None:
+            module = done.rank_module(index, engine)
+            optimizer, scaler = torch.optim.SGD(module.parameters()), st.GradScaler("cpu", init_scale=2.0)
+            for _ in range(2):
+                optimizer.zero_grad()
+                for _ in range(2):
+                    scaler.scale(module(X)).backward()
+                scaler.unscale_(optimizer)
+                clip(module.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+
+        run_ranks(2, rank, timeout_s=20)
+
+    train(st.clip_grad_norm_)
+    assert not given
+    train(nn.utils.clip_grad_norm_)
+    assert len(given) == (2 if cut else 0), "once for each rank's module"
+    assert all("SGD.step: the gradient of '0.weight'" in message for message in given)
