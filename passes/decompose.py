@@ -1,7 +1,7 @@
 """Rewrite ops that can only be cut in pieces: `addmm` as mm and add, `nll_loss_forward` as a gather and sums.
 
-Softmax has a file of its own (`passes/softmax.py`). Norms over the batch and some losses are expanded by torch's own
-decompositions (`passes/expand.py`).
+Softmax has a file of its own (`passes/softmax.py`), and so have max, min and their places (`passes/extremes.py`). Norms
+over the batch and some losses are expanded by torch's own decompositions (`passes/expand.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stpart_compiler.passes import softmax
+from stpart_compiler.passes import extremes, softmax
 from stpart_compiler.passes.expand import EXPANDED, expansion
 
 aten = torch.ops.aten
@@ -230,6 +230,10 @@ _REWRITES: dict[Any, Callable[[Inserter], None]] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.native_dropout.default: _dropout,
+    aten.argmax.default: extremes.place_of_extreme,
+    aten.argmin.default: extremes.place_of_extreme,
+    aten.max.dim: extremes.extreme_and_place,
+    aten.min.dim: extremes.extreme_and_place,
     aten.glu.default: _glu,
     aten.glu_backward.default: _glu_backward,
 }

@@ -7,8 +7,9 @@ import math
 import torch
 
 from stpart_compiler.ir.rule import LOGSUMEXP, MAX, MIN, PARALLEL, SUM, WHOLE, OpRule, TensorMap
-from stpart_compiler.passes.rules.factors import Factors, normalized
+from stpart_compiler.passes.rules.factors import Factors, normalized, result
 from stpart_compiler.passes.rules.registry import Block, LocalCall, OpCall, localized, rule
+from stpart_compiler.runtime import fused_ops as _fused_ops  # noqa: F401  (defines them)
 from stpart_compiler.runtime import local_ops
 
 aten = torch.ops.aten
@@ -57,6 +58,25 @@ def combined(call: OpCall) -> OpRule:
 def reduced_whole(call: OpCall) -> OpRule:
     """Other reductions: the reduced dims are kept whole."""
     return _reduction(call, WHOLE, ())
+
+
+@rule(torch.ops.stpart_fused.place_of.default)
+def place_of(call: OpCall) -> OpRule:
+    """(x, value, dim, keepdim, largest): the first place of the value in any block."""
+    x, dim = call.operands[0], call.args[2]
+    over = {normalized(dim, x.ndim)}
+    factors = Factors()
+    source = factors.dims(x.shape, [MIN if i in over else PARALLEL for i in range(x.ndim)])
+    return factors.rule((source, _kept(source, over, x.ndim)), (_kept(source, over, result(call).ndim),))
+
+
+@localized(torch.ops.stpart_fused.place_of.default)
+def place_of_block(call: OpCall, block: Block) -> LocalCall:
+    x, value, dim, keepdim, _ = call.args
+    along = block.rule.inputs[0][dim]
+    if not block.is_cut(along):
+        return call.target, call.args, call.kwargs
+    return local_ops.place_of_block, (x, value, dim, keepdim, block.digits(along)), {}
 
 
 @rule(aten.histc.default)

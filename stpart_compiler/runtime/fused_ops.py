@@ -28,6 +28,10 @@ def cross_entropy_grad(rows: Tensor, x: Tensor, shift: Tensor, index: Tensor, di
     return grad.scatter_add_(dim, index.clamp(min=0), -here)
 
 
+def _place_of(x: Tensor, value: Tensor, dim: int, keepdim: bool, largest: bool) -> Tensor:
+    return torch.argmax(x, dim, keepdim) if largest else torch.argmin(x, dim, keepdim)
+
+
 SCHEMAS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     # exp(x - shift): softmax, given the logsumexp of its rows
     "exp_minus": ("(Tensor x, Tensor shift) -> Tensor", _exp_minus),
@@ -38,9 +42,11 @@ SCHEMAS: dict[str, tuple[str, Callable[..., Tensor]]] = {
         "(Tensor rows, Tensor x, Tensor shift, Tensor index, int dim) -> Tensor",
         cross_entropy_grad,
     ),
+    # argmax or argmin, given the value that stands there, with size 1 along dim: blocks need it
+    "place_of": ("(Tensor x, Tensor value, int dim, bool keepdim, bool largest) -> Tensor", _place_of),
 }
 # not element by element: an index names a place in the whole
-INDEXED = frozenset({"cross_entropy_grad"})
+INDEXED = frozenset({"cross_entropy_grad", "place_of"})
 
 
 def _fake(*operands: Tensor | int) -> Tensor:
@@ -53,7 +59,8 @@ def _define() -> Any:
     for name, (schema, kernel) in SCHEMAS.items():
         library.define(name + schema, tags=() if name in INDEXED else (torch.Tag.pointwise,))
         library.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake, lib=library)
+        fake = _place_of if name == "place_of" else _fake
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     return library
 
 

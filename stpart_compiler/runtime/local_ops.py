@@ -164,6 +164,13 @@ def cross_entropy_grad_block(
     return cross_entropy_grad(rows, x, shift, torch.where(inside, local, -1), dim)
 
 
+def place_of_block(x: torch.Tensor, value: torch.Tensor, dim: int, keepdim: bool, span: Span) -> torch.Tensor:
+    """First position in the whole of `value` (size 1 along dim), or of a NaN, in a block; past all where it is none."""
+    here = torch.eq(x, value).logical_or_(torch.ne(x, x)).to(torch.uint8)
+    found, local = torch.max(here, dim, keepdim=keepdim)
+    return torch.where(found > 0, block_positions(span, x.device)[local], torch.iinfo(torch.int64).max)
+
+
 def causal_mask(queries: Span, keys: Span, like: torch.Tensor) -> torch.Tensor:
     """Additive mask of a block of causal attention [queries, keys]: -inf where the key is after the query."""
     rows, columns = block_positions(queries, like.device), block_positions(keys, like.device)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import stpart_compiler as st
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.ir.program import Value
-from stpart_compiler.ir.rule import LOGSUMEXP
+from stpart_compiler.ir.rule import LOGSUMEXP, MIN
 from stpart_compiler.passes.rules.registry import Operand
 from stpart_compiler.passes.strategies import StrategySpace, enumerate_strategies
 
@@ -40,6 +40,9 @@ LOSSES: dict[str, Loss] = {
     "one row": lambda x, y: F.cross_entropy(x[0], y[0]),
     "probabilities": lambda x, y: F.cross_entropy(x, x.detach().flip(0).softmax(-1)),
     "softmax": lambda x, y: (x.softmax(-1) * x.detach().sin()).sum(),
+    "places": lambda x, y: (
+        (x.max(-1).values * (1 + x.round(decimals=1).argmin(-1))).sum() + (x.min(0, True)[1] * x).sum()
+    ),
     "largest": lambda x, y: x.logsumexp(-1).sum() + (x.amax(-1) - x.amin(-1)).sum() + x.max(),
 }
 
@@ -81,6 +84,17 @@ def test_vocabularies_are_cut_and_their_logsumexp_combined() -> None:
     assert all(any(op.rule.factors[f].size == 9 for f in op.movable) for op in wide)
     kinds = [f.kind for op in step.graph.ops for f in op.rule.factors]
     assert kinds.count(LOGSUMEXP) == 1
+
+
+def test_the_places_of_extremes_are_found_in_cut_dims() -> None:
+    step = Step(Classifier(LOSSES["places"]).double(), data())
+    cut = {
+        str(op.call.target): {op.rule.factors[f].kind for f in op.movable}
+        for op in step.graph.ops
+        if any(f.kind == MIN for f in op.rule.factors)
+    }
+    assert cut.keys() == {"stpart_fused.place_of.default", "aten.amin.default"}
+    assert all(MIN in kinds for kinds in cut.values())
 
 
 @pytest.mark.parametrize("parts", [2, 4])

@@ -70,6 +70,14 @@ def ends(tokens: int, experts: int) -> torch.Tensor:
     return torch.cat([torch.randint(0, tokens + 1, (experts - 1,)).sort().values, torch.tensor([tokens])])
 
 
+def place_of(dim: int, keepdim: bool, largest: bool, *sizes: int) -> Example:
+    """Equal values, of which the first counts, and a NaN."""
+    x = ints(3, *sizes).double()
+    x[-1, 0] = torch.nan
+    value = (x.amax if largest else x.amin)(dim, keepdim=True)
+    return example(fused.place_of.default, x, value, dim, keepdim, largest)
+
+
 CASES: dict[str, Callable[..., Example]] = {
     "mm": lambda m, n, k: example(aten.mm.default, rand(m, n), rand(n, k)),
     "bmm": lambda b, m, n, k: example(aten.bmm.default, rand(b, m, n), rand(b, n, k)),
@@ -167,6 +175,8 @@ CASES: dict[str, Callable[..., Example]] = {
     "amax": lambda a, b: example(aten.amax.default, rand(a, b), [-1], True),
     "max dim": lambda a, b: example(aten.max.dim, rand(a, b), 0),
     "argmax": lambda a, b: example(aten.argmax.default, rand(a, b), -1),
+    "place of largest": lambda a, b: place_of(-1, False, True, a, b),
+    "place of smallest": lambda a, b: place_of(0, True, False, a, b),
     "any": lambda a, b: example(aten.any.dim, flags(a, b), 1),
     "all": lambda a, b: example(aten.all.default, flags(a, b)),
     "var_mean": lambda a, b: example(aten.var_mean.correction, rand(a, b), [1], correction=0, keepdim=True),
