@@ -92,24 +92,28 @@ def _nll_loss(at: Inserter) -> None:
     safe = at.add(aten.where.ScalarOther, valid, target, 0)
     index = at.add(aten.unsqueeze.default, safe, along)
     picked = at.add(aten.squeeze.dim, _picked(at, logits, along, index), along)
-    weights = at.add(aten._to_copy.default, valid, dtype=logits_val.dtype)
+    weights = at.add(aten._to_copy.default, valid, dtype=_tensor(picked).dtype)
     if weight is not None:
         weights = at.add(aten.mul.Tensor, weights, at.add(aten.index.Tensor, weight, [safe]))
         picked = at.add(aten.mul.Tensor, picked, weights)
     losses = at.add(aten.where.ScalarOther, valid, at.add(aten.neg.default, picked), 0)
     if reduction == NONE:
         zero = at.add(aten.full.default, [], 0, dtype=logits_val.dtype, device=logits_val.device)
-        return _give(at, (losses, zero))
+        return _give(at, (_rounded(at, losses, logits_val.dtype), zero))
     total, count = at.add(aten.sum.default, losses), at.add(aten.sum.default, weights)
     made = at.add(aten.div.Tensor, total, count) if reduction == MEAN else total
-    return _give(at, (made, count))
+    return _give(at, [_rounded(at, x, logits_val.dtype) for x in (made, count)])
+
+
+def _rounded(at: Inserter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return x if _tensor(x).dtype == dtype else at.add(aten._to_copy.default, x, dtype=dtype)
 
 
 def _picked(at: Inserter, logits: Any, along: int, index: fx.Node) -> fx.Node:
     """The log-probabilities at an index; of a log_softmax along the same dim without making the others."""
     parts = softmax.normalized_parts(logits)
     if parts is None or _tensor(parts[1]).shape != _tensor(index).shape:
-        return at.add(aten.gather.default, logits, along, index)
+        return softmax.widened(at, at.add(aten.gather.default, logits, along, index))
     return at.add(aten.sub.Tensor, at.add(aten.gather.default, parts[0], along, index), parts[1])
 
 

@@ -3,6 +3,9 @@
 All that a block needs to know of the others is a number for each row, the logsumexp. With it log_softmax is x minus
 that number, what a loss picks of it is picked from x, and nothing of the size of x is written between the two. The
 softmax of attention scores keeps its own kernel: cutting the keys is what fused attention is for.
+
+Torch's kernels compute bfloat16 and float16 in float32 inside and round the result. So do the parts here: the number
+for each row is a float32, with which x is promoted, and only what has an eager counterpart is rounded.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ _PRODUCTS_WITH_WEIGHTS = (aten.mm.default, aten.addmm.default)
 _OTHER_PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
 _NLL_GRADS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 MEAN = 1  # torch's code of a loss's `reduction`
+_WIDE = (torch.float32, torch.float64)
 _SAME = (aten.alias.default, aten.detach.default)
 
 
@@ -32,8 +36,24 @@ def log_softmax(at: Inserter) -> None:
     x, dim, to_float = at.args
     if to_float:
         x = at.add(aten._to_copy.default, x, dtype=torch.float32)
-    if _is_wide(x):
-        at.turn(at.node, aten.sub.Tensor, x, at.add(aten.logsumexp.default, x, [dim], True))
+    _turn_rounded(at, _dtype(x), aten.sub.Tensor, x, _logsumexp(at, x, dim))
+
+
+def _logsumexp(at: Inserter, x: fx.Node, dim: int) -> fx.Node:
+    return at.add(aten.logsumexp.default, widened(at, x), [dim], True)
+
+
+def widened(at: Inserter, x: fx.Node) -> fx.Node:
+    """x in float32 where its type is narrower."""
+    return x if _is_wide(x) else at.add(aten._to_copy.default, x, dtype=torch.float32)
+
+
+def _turn_rounded(at: Inserter, dtype: torch.dtype, target: Any, *args: Any, **kwargs: Any) -> None:
+    """The node becomes this call, whose operands are wide, rounded to a dtype."""
+    if dtype in _WIDE:
+        at.turn(at.node, target, *args, **kwargs)
+    else:
+        at.turn(at.node, aten._to_copy.default, at.add(target, *args, **kwargs), dtype=dtype)
 
 
 def log_softmax_backward(at: Inserter) -> None:
@@ -45,22 +65,27 @@ def log_softmax_backward(at: Inserter) -> None:
     if _behind(grad).target in _NLL_GRADS:
         rows, index = _picks(at, _behind(grad))
         if _shape(index) == _shape(found[1]):
-            at.turn(at.node, fused.cross_entropy_grad.default, rows, *found, index, dim)
+            _turn_rounded(at, dtype, fused.cross_entropy_grad.default, rows, *found, index, dim)
             return
+    grad = widened(at, grad)
     total = at.add(aten.sum.dim_IntList, grad, [dim], True)
-    at.turn(at.node, fused.minus_softmax.default, grad, *found, total)
+    _turn_rounded(at, dtype, fused.minus_softmax.default, grad, *found, total)
 
 
 def _picks(at: Inserter, loss: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Of the gradient of a nll_loss: what each row counts for, and the class that it picks, both with a dim of 1."""
     grad, logits, target, weight, reduction, ignored, total = loss.args
+    assert isinstance(grad, fx.Node)
+    grad = widened(at, grad)
     along = 1 if isinstance(logits, fx.Node) and len(_shape(logits)) > 1 else 0
     valid = at.add(aten.ne.Scalar, target, ignored)
     index = at.add(aten.where.ScalarOther, valid, target, 0)
     if weight is not None:
-        grad = at.add(aten.mul.Tensor, grad, at.add(aten.index.Tensor, weight, [index]))
+        # widened too: of a number and a tensor the tensor's type would be that of the product
+        grad = at.add(aten.mul.Tensor, grad, widened(at, at.add(aten.index.Tensor, weight, [index])))
     if reduction == MEAN:
-        grad = at.add(aten.div.Tensor, grad, total)
+        assert isinstance(total, fx.Node)
+        grad = at.add(aten.div.Tensor, grad, _unrounded(total))
     rows = at.add(aten.where.ScalarOther, valid, grad, 0)
     return at.add(aten.unsqueeze.default, rows, along), at.add(aten.unsqueeze.default, index, along)
 
@@ -68,19 +93,19 @@ def _picks(at: Inserter, loss: fx.Node) -> tuple[fx.Node, fx.Node]:
 def softmax(at: Inserter) -> None:
     """exp(x - logsumexp(x)), of features that a linear layer makes."""
     x, dim, to_float = at.args
-    if to_float or not _is_wide(x) or not _of_weights(x):
-        return
-    at.turn(at.node, fused.exp_minus.default, x, at.add(aten.logsumexp.default, x, [dim], True))
+    if not to_float and _of_weights(x):
+        _turn_rounded(at, _dtype(x), fused.exp_minus.default, x, _logsumexp(at, x, dim))
 
 
 def softmax_backward(at: Inserter) -> None:
     """grad * out - out * sum(grad * out)."""
     grad, out, dim, dtype = at.args
-    if _behind(out).target is not fused.exp_minus.default or dtype != _dtype(grad):
+    if _unrounded(out).target is not fused.exp_minus.default or dtype != _dtype(grad):
         return
-    product = at.add(aten.mul.Tensor, grad, out)
+    wide = widened(at, out)
+    product = at.add(aten.mul.Tensor, grad, wide)
     total = at.add(aten.sum.dim_IntList, product, [dim], True)
-    at.turn(at.node, aten.addcmul.default, product, out, total, value=-1)
+    _turn_rounded(at, dtype, aten.addcmul.default, product, wide, total, value=-1)
 
 
 def nll_loss_backward(at: Inserter) -> None:
@@ -93,13 +118,25 @@ def nll_loss_backward(at: Inserter) -> None:
 
 def normalized_parts(out: Any) -> tuple[fx.Node, fx.Node] | None:
     """x and logsumexp(x) of a log_softmax that was written as their difference."""
-    node = _behind(out)
+    node = _unrounded(out)
     if node.target is not aten.sub.Tensor or node.kwargs:
         return None
     x, shift = node.args
     if isinstance(x, fx.Node) and isinstance(shift, fx.Node) and shift.target is aten.logsumexp.default:
-        return (x, shift) if shift.args[0] is x else None
+        of = shift.args[0]
+        assert isinstance(of, fx.Node)
+        return (x, shift) if of is x or (_is_cast(of) and of.args[0] is x) else None
     return None
+
+
+def _unrounded(out: fx.Node) -> fx.Node:
+    """What was computed in float32, if it was, before it was rounded to the type of `out`."""
+    node = _behind(out)
+    return _behind(node.all_input_nodes[0]) if _is_cast(node) and not _is_wide(node) else node
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.target is aten._to_copy.default
 
 
 def _behind(node: fx.Node) -> fx.Node:
@@ -117,8 +154,7 @@ def _of_weights(x: fx.Node) -> bool:
 
 
 def _is_wide(x: fx.Node) -> bool:
-    """Torch's kernels compute narrower types in float32 inside, which the parts would not."""
-    return _dtype(x) in (torch.float32, torch.float64)
+    return _dtype(x) in _WIDE
 
 
 def _shape(x: fx.Node) -> torch.Size:

@@ -83,7 +83,7 @@ def run(step: Step, mesh: Mesh, forced: dict[str, Strategy]) -> tuple[torch.Tens
     ]
     first: list[Any] = run_lockstep([pair[0] for pair in pairs], given)
     count = len(schedule.saved)
-    tangent = torch.ones((), dtype=torch.float64)
+    tangent = torch.ones_like(step.loss)
     inputs = []
     for rank in range(mesh.world_size):
         saved = first[rank][len(first[rank]) - count :] if count else []

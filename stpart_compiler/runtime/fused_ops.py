@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ INDEXED = frozenset({"cross_entropy_grad", "place_of"})
 
 def _fake(*operands: Tensor | int) -> Tensor:
     tensors = [x for x in operands if isinstance(x, Tensor)]
-    return tensors[0].new_empty(torch.broadcast_shapes(*(x.shape for x in tensors)))
+    dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
+    return tensors[0].new_empty(torch.broadcast_shapes(*(x.shape for x in tensors)), dtype=dtype)
 
 
 def _define() -> Any:

@@ -109,6 +109,49 @@ def test_extreme_logits_stay_finite(parts: int) -> None:
         assert is_exact(step, loss, grads)
 
 
+class Logits(nn.Module):
+    """A loss of parameters: nothing else is rounded."""
+
+    def __init__(self, loss: Loss, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.x = nn.Parameter((4 * torch.randn(40, 37, dtype=torch.float64)).to(dtype))
+        self.loss = loss
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.x, y)
+
+
+EYE, WEIGHTS = torch.eye(37), torch.linspace(0.5, 1.5, 37)
+NARROW: dict[str, Loss] = {name: LOSSES[name] for name in ("mean", "ignored", "smoothing", "images")}
+NARROW["weights"] = lambda x, y: F.cross_entropy(x, y, weight=WEIGHTS.to(x))
+NARROW["rows"] = lambda x, y: F.cross_entropy(x, y, reduction="none").sum()
+NARROW["log_softmax"] = lambda x, y: (x.log_softmax(-1) * torch.cos(x.detach())).mean()
+NARROW["softmax"] = lambda x, y: ((x @ EYE.to(x)).softmax(-1) * torch.cos(x.detach())).sum()
+
+
+HALVES = list(zip(NARROW, itertools.cycle((torch.bfloat16, torch.float16)), strict=False))
+
+
+@pytest.mark.parametrize(("name", "dtype"), HALVES)
+def test_narrow_types_err_no_more_than_on_one_device(name: str, dtype: torch.dtype) -> None:
+    """Against float64 on the same numbers; the vocabulary is cut as it is in wider types."""
+    step = Step(Logits(NARROW[name], dtype), (torch.randint(0, 37, (40,)),))
+    wide = copy.deepcopy(step.model).double()
+    loss = wide(*step.args)
+    loss.backward()
+    exact, eager = wide.x.grad, step.grads["x"].double()
+    logits = [op for op in step.graph.ops if any(37 in r.shape for r in op.call.results if isinstance(r, Operand))]
+    assert {f.size for op in logits for f in op.rule.factors if f.kind == "whole"} == set()
+    mesh = parse_mesh(3)
+    options = {op.name: enumerate_strategies(op.rule, mesh, op.movable, SPATIAL) for op in step.graph.ops}
+    for i in range(max(map(len, options.values()))):
+        found, grads = run(step, mesh, {key: known[i % len(known)] for key, known in options.items()})
+        assert found.dtype == grads["x"].dtype == dtype
+        assert abs(found.double() - loss) <= abs(step.loss.double() - loss) + torch.finfo(dtype).eps * abs(loss)
+        assert (grads["x"].double() - exact).norm() <= 1.05 * (eager - exact).norm()
+
+
 def messages(compiled: st.CompiledModel) -> Iterator[Value]:
     """Tensors that any rank sends."""
     programs = [program for a in compiled.artifacts for program in (a.forward, a.backward) if program is not None]
