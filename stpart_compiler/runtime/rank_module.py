@@ -132,8 +132,8 @@ class RankModule(nn.Module):
 
         Until then such a sum is not in `.grad` (which shows zeros), since it may have another shape than the parameter
         on this rank. It takes memory of its own, up to the size of the whole parameter, that no memory limit of the
-        plan counts. Gradients that need no communication go to `.grad` as ever. All ranks enter and leave
-        together; the first time they compile. `zero_grad()` drops what waits.
+        plan counts. Gradients that need no communication go to `.grad` as ever. `zero_grad()` drops what waits, and
+        checkpoints hold no gradients, waiting or not. All ranks enter and leave together; the first time they compile.
 
         Raises:
             RuntimeError: the module cannot compile what it needs; or a rank enters while others do something else.
