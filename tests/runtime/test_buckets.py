@@ -23,17 +23,14 @@ VOCABULARY, WIDTH = 11, 8
 
 
 class Causal(nn.Module):
-    """A language model with one layer of causal attention."""
+    """A language model whose tokens see those before them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.mix = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = self.mix(self.embedding(ids)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        logits = self.head(mixed)
+        logits = self.head(torch.tanh(self.embedding(ids).cumsum(1)))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
