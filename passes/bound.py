@@ -3,8 +3,9 @@
 The problem without memory is a pairwise graphical model: roots are nodes, choices labels, re-layouts edges. Its LP
 relaxation (the one that the flows of `passes/solve.py` give) is bounded from below by sequential reparametrisation
 (TRW-S; Kolmogorov, "Convergent Tree-reweighted Message Passing for Energy Minimization", 2006), in milliseconds a sweep
-where simplex takes minutes. The memory bound enters with a Lagrange multiplier. Choices that cannot be part of any
-assignment better than the best known one are ruled out.
+where simplex takes minutes. The memory bound enters with Lagrange multipliers, one per point that can be the peak: any
+that are not negative give a bound. They share one scale, which is bisected; their parts move to the points that are
+over the limit. Choices that cannot be part of any assignment better than the best known one are ruled out.
 
 A re-layout shared by uses of different roots is charged to them in parts that sum to one, so never more than the true
 cost; the parts move towards the uses that need it (a subgradient step on the bound).
@@ -13,13 +14,15 @@ cost; the parts move towards the uses that need it (a subgradient step on the bo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stpart_compiler.passes.problem import Assignment, Problem, Use, evaluate, memory_around, memory_bytes
+from stpart_compiler.passes.problem import Problem, evaluate, memory_bytes
+from stpart_compiler.passes.uses import Assignment, Use
 
 Array = npt.NDArray[np.float64]
 Edge = tuple[int, int]
@@ -38,16 +41,31 @@ WARM_SWEEPS = 10
 MULTIPLIER_STEPS = 7
 """Values of the memory multiplier that are tried."""
 
+LEAN_ROUNDS = 60
+LEAN_STEP = 1.0
+LEAN_TRIED = 5
+"""Rounds and step of the search for the least memory, and how many of what it finds are looked at."""
+
+POINT_STEP = 0.3
+"""Part of the multipliers that moves to a point over the limit."""
+
+POINT_ROUNDS = 4
+"""Points that are tried where the multiplier of one is not enough."""
+
 
 @dataclass
 class Bound:
     """`lower`: seconds no assignment can beat. `choice`: best assignment found (None: none fits). `alive`: choices per
-    root that may still be part of a better one. `free`: seconds no assignment can beat, whatever memory it needs."""
+    root that may still be part of a better one. `free`: seconds no assignment can beat, whatever memory it needs.
+    `nearest`: `choice`, or where there is none the last one tried. `least`: bytes that no assignment needs less than, 0
+    where that was not asked for."""
 
     lower: float
     choice: Assignment | None
     alive: dict[int, list[int]]
-    free: float = 0.0
+    free: float
+    nearest: Assignment
+    least: int
 
 
 @dataclass(frozen=True)
@@ -63,14 +81,19 @@ class FindBound:
         best = _Best(problem, self.memory_limit)
         if hint is not None:
             best.offer(hint)
-        state = model.state(self._room(problem))
+        state = model.state()
         lower = self._run(model, problem, best, state, self.sweeps)
         free = lower
-        if not best.fits(model.decoded):
-            lower = max(lower, self._multiply(model, problem, best, state))
+        least = 0
+        if self.memory_limit is not None and not best.fits(model.decoded):
+            least = find_least(problem)[0]
+            if least <= self.memory_limit:
+                lower = max(lower, self._multiply(model, problem, best, state))
         if best.choice is not None:
-            best.offer(_polished(problem, best.choice, 0.0, self.memory_limit))
-        return Bound(lower / 1e9, best.choice, _alive(state, model, best.seconds), free / 1e9)
+            best.offer(_polished(problem, best.choice, None, self.memory_limit))
+        nearest = best.choice or model.decoded
+        alive = _alive(state, model, best.seconds)
+        return Bound(lower / 1e9, best.choice, alive, free / 1e9, nearest, least)
 
     def _run(self, model: Model, problem: Problem, best: _Best, state: State, sweeps: int) -> float:
         """Sweeps at the state's multiplier: bound in ns."""
@@ -85,32 +108,57 @@ class FindBound:
                 break
             model.split_anew(state, model.decoded, 1 / (2 + sweep / 4))
         if sweeps > WARM_SWEEPS:
-            best.offer(_polished(problem, model.decoded, state.multiplier))
+            best.offer(_polished(problem, model.decoded, state.multipliers))
         return lowers[-1]
 
-    def _room(self, problem: Problem) -> int:
-        return 0 if self.memory_limit is None else self.memory_limit - problem.constant_bytes
-
     def _multiply(self, model: Model, problem: Problem, best: _Best, state: State) -> float:
-        """Bisect the multiplier (ns per byte) to where assignments begin to fit; the best bound found on the way."""
-        low, high = 0.0, model.scale()
-        if not best.fits(_decoded_at(model, self._room(problem), high)):
-            state.weigh(high)
+        """Bisect the multipliers (ns per byte) to where assignments begin to fit; the best bound found on the way."""
+        assert self.memory_limit is not None
+        memory = problem.memory
+        state.limit(memory.lower(), self.memory_limit - memory.constant)
+        parts = _one(memory.worst(model.decoded), memory.points)
+        high = model.scale(state.held, parts)
+        for _ in range(POINT_ROUNDS):
+            decoded = _decoded_at(model, state, high * parts)
+            if best.fits(decoded):
+                break
+            parts = _towards(parts, memory.worst(decoded))
+        else:
+            state.weigh(high * parts)
             return self._run(model, problem, best, state, self.sweeps // 4)
-        found: list[tuple[float, float]] = []
+        best.offer(decoded)
+        low = 0.0
+        found: list[tuple[float, float, Array]] = []
         for _ in range(MULTIPLIER_STEPS):
-            state.weigh((low * high) ** 0.5 if low else high / 30)
-            found.append((self._run(model, problem, best, state, WARM_SWEEPS), state.multiplier))
-            fits = best.fits(model.decoded)
-            low, high = (low, state.multiplier) if fits else (state.multiplier, high)
-        state.weigh(max(found)[1])
-        return max(max(found)[0], self._run(model, problem, best, state, self.sweeps // 4))
+            scale = (low * high) ** 0.5 if low else high / 30
+            state.weigh(scale * parts)
+            found.append((self._run(model, problem, best, state, WARM_SWEEPS), scale, parts))
+            if best.fits(model.decoded):
+                high = scale
+                continue
+            low = scale
+            parts = _towards(parts, memory.worst(model.decoded))
+        lower, scale, parts = max(found, key=lambda item: item[0])
+        state.weigh(scale * parts)
+        return max(lower, self._run(model, problem, best, state, self.sweeps // 4))
 
 
-def _decoded_at(model: Model, room: int, multiplier: float) -> Assignment:
-    """What a few sweeps give at another multiplier; leaves the model as it is."""
-    state = model.state(room)
-    state.weigh(multiplier)
+def _one(point: int, points: int) -> Array:
+    parts = np.zeros(points)
+    parts[point] = 1.0
+    return parts
+
+
+def _towards(parts: Array, point: int) -> Array:
+    """Move some of the multipliers to one point."""
+    return (1 - POINT_STEP) * parts + POINT_STEP * _one(point, len(parts))
+
+
+def _decoded_at(model: Model, like: State, multipliers: Array) -> Assignment:
+    """What a few sweeps give at other multipliers; leaves the model as it is."""
+    state = model.state()
+    state.limit(like.held, like.room)
+    state.weigh(multipliers)
     for _ in range(WARM_SWEEPS):
         decoded = state.sweep()
     return decoded
@@ -129,48 +177,81 @@ class _Best:
         return self.limit is None or memory_bytes(self.problem, choice) <= self.limit
 
     def offer(self, choice: Assignment) -> None:
-        if not self.fits(choice):
-            return
         seconds = evaluate(self.problem, choice)
-        if seconds < self.seconds:
+        if seconds < self.seconds and self.fits(choice):
             self.choice, self.seconds = dict(choice), seconds
 
 
-def _polished(problem: Problem, choice: Assignment, multiplier: float, limit: int | None = None) -> Assignment:
+def _polished(problem: Problem, choice: Assignment, multipliers: Array | None, limit: int | None = None) -> Assignment:
     """Change one root at a time while that pays (and fits in `limit`), with the true cost of shared re-layouts."""
     choice = dict(choice)
     for _ in range(POLISH_ROUNDS):
-        changed = [_improve(problem, choice, root, multiplier, limit) for root in problem.roots]
+        changed = [_improve(problem, choice, root, multipliers, limit) for root in problem.roots]
         if not any(changed):
             break
     return choice
 
 
-def _improve(problem: Problem, choice: Assignment, root: int, multiplier: float, limit: int | None) -> bool:
+def _improve(problem: Problem, choice: Assignment, root: int, multipliers: Array | None, limit: int | None) -> bool:
     """Move one root to its cheapest choice; whether it moved."""
     now = choice[root]
     prices = np.array(problem.local(root).prices(choice), dtype=np.float64)
-    if multiplier:
-        prices += multiplier * np.array(problem.turn.get(root, 0.0), dtype=np.float64)
+    if multipliers is not None:
+        prices += problem.memory.tables[root] @ multipliers
     if prices[now] <= prices.min():
         return False
-    needed = memory_around(problem, choice, root) if limit is not None else None
-    for i in np.argsort(prices, kind="stable"):
-        if prices[i] >= prices[now]:
-            return False
-        if needed is None or limit is None or needed(int(i)) <= limit:
-            choice[root] = int(i)
-            return True
-    return False
+    if limit is not None:
+        prices[problem.memory.peaks(choice, root) > limit] = np.inf
+    best = int(np.argmin(prices))
+    if prices[best] >= prices[now]:
+        return False
+    choice[root] = best
+    return True
+
+
+def find_least(problem: Problem) -> tuple[int, list[Assignment]]:
+    """Bytes that no assignment needs less than, and assignments that need little.
+
+    Each root decides for itself under weights of the points; those grow where the peak is (multiplicative weights, as
+    for the value of a matrix game).
+    """
+    memory = problem.memory
+    tables = {root: table.astype(np.float64) for root, table in memory.lower().items()}
+    weights = np.ones(memory.points)
+    least = 0.0
+    found: list[tuple[float, Assignment]] = []
+    for _ in range(LEAN_ROUNDS):
+        parts = weights / weights.sum()
+        priced = {root: table @ parts for root, table in tables.items()}
+        choice = {root: int(np.argmin(prices)) for root, prices in priced.items()}
+        least = max(least, sum(float(prices.min()) for prices in priced.values()) + float(memory.constant @ parts))
+        held = memory.constant + sum(table[choice[root]] for root, table in tables.items())
+        found.append((float(held.max()), choice))
+        weights = np.maximum(weights * (1 + LEAN_STEP) ** (held / held.max()), 1e-9)
+    found.sort(key=lambda pair: pair[0])
+    return int(least), [choice for _, choice in found[:LEAN_TRIED]]
+
+
+def find_leanest(problem: Problem) -> Assignment:
+    """An assignment that needs little memory: roots are changed one after another while that helps."""
+    best: Assignment = min(find_least(problem)[1], key=lambda choice: memory_bytes(problem, choice))
+    for _ in range(POLISH_ROUNDS):
+        before = memory_bytes(problem, best)
+        for root in problem.roots:
+            peaks = problem.memory.peaks(best, root)
+            if peaks.min() < peaks[best[root]]:
+                best[root] = int(np.argmin(peaks))
+        if memory_bytes(problem, best) == before:
+            break
+    return best
 
 
 @dataclass
 class Model:
-    """Unary and pairwise costs in ns; `held`: bytes per choice."""
+    """Unary and pairwise costs in ns."""
 
     unary: dict[int, Array]
     pairwise: dict[Edge, Array]
-    held: dict[int, Array]
     order: list[int]
     shared: list[Shared]
     decoded: Assignment = field(default_factory=dict)
@@ -183,22 +264,21 @@ class Model:
         for group in shared:
             for joint in group.joints:
                 _store(joint, joint.total(group.parts), unary, pairwise)
-        held = {r: np.array(problem.turn.get(r, [0] * n), dtype=np.float64) for r, n in problem.roots.items()}
         # parameters first, then ops in graph order: chains of the graph are monotone in this order
         order = sorted(problem.roots, key=lambda root: (root >= 0, root))
-        return Model(unary, pairwise, held, order, shared)
+        return Model(unary, pairwise, order, shared)
 
-    def scale(self) -> float:
+    def scale(self, held: dict[int, Array], parts: Array) -> float:
         """A multiplier (ns per byte) at which memory outweighs time."""
         time = sum(float(np.ptp(costs)) for costs in self.unary.values())
         time += sum(float(np.ptp(costs)) for costs in self.pairwise.values())
-        spans = [float(np.ptp(sizes)) for sizes in self.held.values() if np.ptp(sizes) > 0]
-        return 10 * time / max(1.0, sum(spans)) if spans else 1.0
+        spans = sum(float(np.ptp(table @ parts)) for table in held.values())
+        return 10 * time / max(1.0, spans)
 
-    def state(self, room: int) -> State:
+    def state(self) -> State:
         unary = {root: costs.copy() for root, costs in self.unary.items()}
         pairwise = {edge: costs.copy() for edge, costs in self.pairwise.items()}
-        return State(unary, pairwise, self.order, self.held, room)
+        return State(unary, pairwise, self.order)
 
     def split_anew(self, state: State, choice: Assignment, step: float) -> None:
         """Move the parts of shared re-layouts towards the uses that need them in `choice`, here and in `state`."""
@@ -335,23 +415,17 @@ def _store(joint: Joint, costs: Array, unary: dict[int, Array], pairwise: dict[E
 class State:
     """A reparametrised model: the same cost of every assignment, a larger sum of local minima after every sweep.
 
-    The costs hold `multiplier` (ns per byte) times what a choice holds of the `room` bytes.
+    Once there is a `limit`, the costs hold `multipliers` (ns per byte, per point) times what a choice holds of the
+    `room` bytes at each point.
     """
 
-    def __init__(
-        self,
-        unary: dict[int, Array],
-        pairwise: dict[Edge, Array],
-        order: list[int],
-        held: dict[int, Array],
-        room: int,
-    ) -> None:
+    def __init__(self, unary: dict[int, Array], pairwise: dict[Edge, Array], order: list[int]) -> None:
         self.unary = unary
         self.pairwise = pairwise
         self.order = order
-        self.held = held
-        self.room = room
-        self.multiplier = 0.0
+        self.held: dict[int, Array] = {}
+        self.room: Array = np.zeros(0)
+        self.multipliers: Array | None = None
         rank = {root: i for i, root in enumerate(order)}
         self.before: dict[int, list[Edge]] = {root: [] for root in order}
         self.after: dict[int, list[Edge]] = {root: [] for root in order}
@@ -360,11 +434,18 @@ class State:
             self.after[first].append(edge)
             self.before[second].append(edge)
 
-    def weigh(self, multiplier: float) -> None:
-        """Change the multiplier, keeping what the sweeps have learned."""
+    def limit(self, held: Mapping[int, npt.NDArray[np.number[Any]]], room: npt.NDArray[np.number[Any]]) -> None:
+        """Bytes per choice and point of what no assignment holds less than, and the room at each point."""
+        self.held = {root: table.astype(np.float64) for root, table in held.items()}
+        self.room = room.astype(np.float64)
+        self.multipliers = np.zeros(len(room))
+
+    def weigh(self, multipliers: Array) -> None:
+        """Change the multipliers, keeping what the sweeps have learned."""
+        assert self.multipliers is not None
         for root, held in self.held.items():
-            self.unary[root] = self.unary[root] + (multiplier - self.multiplier) * held
-        self.multiplier = multiplier
+            self.unary[root] = self.unary[root] + held @ (multipliers - self.multipliers)
+        self.multipliers = multipliers
 
     def sweep(self) -> Assignment:
         """Forward and backward; returns the assignment decoded on the way back."""
@@ -412,7 +493,7 @@ class State:
     def bound(self) -> float:
         """ns that no assignment within the room can beat."""
         least = sum(float(c.min()) for c in self.unary.values()) + sum(float(c.min()) for c in self.pairwise.values())
-        return least - self.multiplier * self.room
+        return least if self.multipliers is None else least - float(self.multipliers @ self.room)
 
 
 def _alive(state: State, model: Model, best_seconds: float) -> dict[int, list[int]]:

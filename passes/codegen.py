@@ -84,6 +84,8 @@ class PhaseEmitter:
     def run(self) -> RankProgram:
         inputs = [self._input(key, layout) for key, layout in self.phase.inputs]
         for op in self.phase.ops:
+            for key, layout in self.phase.ends.get(op.name, ()):
+                self.fetch(key, layout)
             for key, layout in self.phase.starts.get(op.name, ()):
                 self._start(key, layout)
             self._emit(op)

@@ -15,10 +15,11 @@ from stpart_compiler.ir.plan import Plan
 from stpart_compiler.ir.rule import WHOLE
 from stpart_compiler.ir.spacetime import InvalidStrategyError, Strategy, check_covers, derive
 from stpart_compiler.passes.make_plan import plan_rows
-from stpart_compiler.passes.problem import Assignment, BuildProblem, SolverOptions, evaluate, memory_bytes
+from stpart_compiler.passes.problem import BuildProblem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated, OpNode
 from stpart_compiler.passes.quotient import quotient
 from stpart_compiler.passes.space import Choices, Costs, ParamChoices, Space
+from stpart_compiler.passes.uses import Assignment
 
 _ANEW = "make the plan anew"
 

@@ -10,12 +10,13 @@ import torch
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.plan import Plan, PlanRow
 from stpart_compiler.ir.spacetime import Strategy
-from stpart_compiler.passes.problem import Assignment, BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
+from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated, OpNode
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
 from stpart_compiler.passes.space import BuildSpace, Costs, Restriction, Space
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
+from stpart_compiler.passes.uses import Assignment
 from stpart_compiler.pauses import without_gc
 
 Progress = Callable[[str], None]

@@ -10,8 +10,9 @@ Constraints:
  2. for a use whose producer and consumer have different roots, a flow between produced and required layouts whose
     marginals equal the choices on both sides: the LP relaxation is tight (`_add_flow`);
  3. a value needed in one layout by several uses of one phase is re-laid out once (`_add_shared`);
- 4. memory per rank, where backward starts (parameters, optimizer state, saved activations) and where it ends
-    (parameters with gradients and optimizer state), each with the blocks of any one op (`add_memory`).
+ 4. memory per rank at each point that can be the peak (`passes/timeline.py`): parameters, optimizer state, gradients so
+    far, saved activations, operands and results, re-laid-out copies, buffers of loops in time (`add_memory`). A value
+    that is held for several roots is held once in each layout that one of them asks for (`_held_once`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from ortools.sat.python import cp_model
 
-from stpart_compiler.passes.bound import Bound, FindBound
-from stpart_compiler.passes.problem import Assignment, Problem, SolverOptions, Use, evaluate, memory_bytes
+from stpart_compiler.passes.bound import Bound, FindBound, find_leanest
+from stpart_compiler.passes.held import NOTHING, Demand, Mixed, Side
+from stpart_compiler.passes.problem import Problem, SolverOptions, evaluate, memory_bytes
+from stpart_compiler.passes.uses import Assignment, Use
 
 POLISH_S = 1.0
 
@@ -34,6 +38,13 @@ LONG_SWEEPS, SHORT_SWEEPS = 200, 60
 MANY_CHOICES = 1500
 SETTLED_GAP = 0.005
 """With more choices than that still open, a plan so near to the bound is taken as it is."""
+
+MEMORY_ROUNDS = 4
+NEAR_PEAK = 0.6
+"""Points that are bounded from the start: those so near to the limit; others once a plan is over it there."""
+
+LEAN_GAP, LEAN_SPAN = 0.01, 0.1
+"""Relative distance to the least memory at which CP-SAT's search for it stops, and to the limit at which it starts."""
 
 Progress = Callable[[str], None]
 
@@ -87,30 +98,42 @@ class Solve:
         if bound.choice is not None and near and (not self.polish_s or _settled(problem, bound)):
             seconds = evaluate(problem, bound.choice)
             return Solution(bound.choice, seconds, bound.lower, "BOUNDED", first, first, self._binds(bound, seconds))
+        if self.memory_limit is not None and bound.least > self.memory_limit:
+            raise self._infeasible(problem, find_leanest(problem) if self.polish_s else bound.nearest)
         model = _Model(problem, bound)
-        if self.memory_limit is not None:
-            model.add_memory(self.memory_limit)
         model.minimize_time()
         if bound.choice is not None:
             model.hint(bound.choice)
-        solver = self._solver(min(self.polish_s, self.options.time_limit_s) if near else self.options.time_limit_s)
-        watch = _Watch(start, progress, solver, self.options.patience_s)
-        status = solver.solve(model.cp, watch)
-        watch.cancel()
+        limit = min(self.polish_s, self.options.time_limit_s) if near else self.options.time_limit_s
+        watch = _Watch(start, progress, self.options.patience_s)
+        choice, name, lower = self._search(problem, model, bound, watch, limit)
         wall = time.perf_counter() - start
-        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            choice = model.read(solver)
-            lower = max(bound.lower, solver.best_objective_bound * model.unit / 1e9)
-        elif bound.choice is not None:
-            choice, lower = bound.choice, bound.lower
-        else:
-            choice, lower = self._leanest(problem), bound.lower
-        if bound.choice is not None and evaluate(problem, bound.choice) < evaluate(problem, choice):
-            choice = bound.choice
-        seconds = evaluate(problem, choice)
+        known = [found for found in (choice, bound.choice) if found is not None]
+        chosen = min(known, key=lambda found: evaluate(problem, found)) if known else self._leanest(problem)
+        seconds = evaluate(problem, chosen)
         first = first if bound.choice is not None else watch.first or wall
-        name = solver.status_name(status)
-        return Solution(choice, seconds, min(seconds, lower), name, wall, first, self._binds(bound, seconds))
+        return Solution(chosen, seconds, min(seconds, lower), name, wall, first, self._binds(bound, seconds))
+
+    def _search(
+        self, problem: Problem, model: _Model, bound: Bound, watch: _Watch, limit: float
+    ) -> tuple[Assignment | None, str, float]:
+        """What CP-SAT finds, its status and bound. Points that a found assignment is over the limit at are added."""
+        lower = bound.lower
+        if self.memory_limit is not None:
+            near_peak = problem.memory.at_points(bound.nearest) >= NEAR_PEAK * self.memory_limit
+            model.add_memory(self.memory_limit, np.flatnonzero(near_peak).tolist())
+        for _ in range(MEMORY_ROUNDS):
+            solver = self._solver(limit)
+            status = watch.solve(solver, model.cp)
+            if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+                break
+            choice = model.read(solver)
+            lower = max(lower, solver.best_objective_bound * model.unit / 1e9)
+            if self.memory_limit is None or memory_bytes(problem, choice) <= self.memory_limit:
+                return choice, solver.status_name(status), lower
+            over = problem.memory.at_points(choice) > self.memory_limit
+            model.add_memory(self.memory_limit, np.flatnonzero(over).tolist())
+        return None, solver.status_name(status), lower
 
     def _binds(self, bound: Bound, seconds: float) -> bool:
         return self.memory_limit is not None and bound.free < (1 - self.options.gap) * seconds
@@ -131,28 +154,37 @@ class Solve:
         Raises:
             InfeasibleError: not even this one fits.
         """
-        model = _Model(problem)
-        model.minimize_memory()
-        solver = self._solver(self.options.time_limit_s)
-        solver.parameters.relative_gap_limit = 0.0
-        solver.solve(model.cp)
-        leanest = model.read(solver)
-        if self.memory_limit is None or memory_bytes(problem, leanest) <= self.memory_limit:
+        leanest = find_leanest(problem)
+        held = memory_bytes(problem, leanest)
+        if self.memory_limit is None or held <= self.memory_limit:
+            return leanest
+        if self.polish_s and held <= (1 + LEAN_SPAN) * self.memory_limit:
+            leanest = self._leaner(problem, leanest)
+        if memory_bytes(problem, leanest) <= self.memory_limit:
             return leanest
         raise self._infeasible(problem, leanest)
 
+    def _leaner(self, problem: Problem, known: Assignment) -> Assignment:
+        model = _Model(problem)
+        model.minimize_memory()
+        model.hint(known)
+        solver = self._solver(self.options.time_limit_s)
+        solver.parameters.relative_gap_limit = LEAN_GAP
+        if solver.solve(model.cp) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return known
+        return min(known, model.read(solver), key=lambda choice: memory_bytes(problem, choice))
+
     def _infeasible(self, problem: Problem, choice: Assignment) -> InfeasibleError:
         least = memory_bytes(problem, choice)
-        held = sum(sizes[choice[root]] for root, sizes in problem.end.items())
-        saved = sum(sizes[choice[root]] for root, sizes in problem.turn.items() if root >= 0)
+        kinds = problem.memory.by_kind(choice)
         assert self.memory_limit is not None
         largest = max(problem.space.params, key=lambda p: p.value.numel * len(p.names), default=None)
         name = f", most of it {largest.names[0]} and its like" if largest else ""
         return InfeasibleError(
             f"memory_limit: no plan fits in {self.memory_limit} bytes per rank; the least is about {least} bytes"
-            f" ({least / 2**20:.1f} MiB): parameters with gradients and optimizer state {held / 2**20:.1f} MiB{name},"
-            f" saved activations {saved / 2**20:.1f} MiB, inputs and buffers {problem.constant_bytes / 2**20:.1f} MiB,"
-            " the rest is one op's own blocks. Raise the limit, use more ranks, or a smaller batch",
+            f" ({least / 2**20:.1f} MiB): parameters with optimizer state {kinds['parameters'] / 2**20:.1f} MiB{name},"
+            f" inputs and buffers {kinds['inputs'] / 2**20:.1f} MiB, activations and gradients at the peak of the step"
+            f" {kinds['others'] / 2**20:.1f} MiB. Raise the limit, use more ranks, or a smaller batch",
             least,
         )
 
@@ -170,21 +202,26 @@ def _settled(problem: Problem, bound: Bound) -> bool:
 class _Watch(cp_model.CpSolverSolutionCallback):
     """Notes when the first solution came, reports progress, and stops a search that has stopped improving."""
 
-    def __init__(self, start: float, progress: Progress | None, solver: cp_model.CpSolver, patience_s: float) -> None:
+    def __init__(self, start: float, progress: Progress | None, patience_s: float) -> None:
         super().__init__()
         self._start = start
         self._progress = progress
-        self._solver = solver
         self._patience_s = patience_s
         self._timer: threading.Timer | None = None
         self.first: float | None = None
 
-    def cancel(self) -> None:
+    def solve(self, solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSolverStatus:
+        self._solver = solver
+        status = solver.solve(model, self)
+        self._cancel()
+        return status
+
+    def _cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
     def on_solution_callback(self) -> None:
-        self.cancel()
+        self._cancel()
         self._timer = threading.Timer(self._patience_s, self._solver.stop_search)
         self._timer.daemon = True
         self._timer.start()
@@ -210,6 +247,29 @@ class _Sharer:
         return self.pair == (self.use.side(choice, source=True), self.use.side(choice, source=False))
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    """That a root has one of some choices: `indicator` is then 1."""
+
+    root: int
+    members: frozenset[int]
+    indicator: cp_model.LinearExprT
+
+
+@dataclass(frozen=True)
+class _Need:
+    """A layout is held where all sides have chosen so."""
+
+    sides: list[_Chosen]
+
+    def there(self, choice: Assignment) -> bool:
+        return all(choice[side.root] in side.members for side in self.sides)
+
+
+_Who = tuple[int, frozenset[int]]
+"""A layout, and which claims on a value hold it in that layout."""
+
+
 class _Model:
     """The CP-SAT model of a problem."""
 
@@ -220,6 +280,9 @@ class _Model:
         self.x: dict[int, dict[int, cp_model.IntVar]] = {}
         self.flows: list[tuple[Use, dict[tuple[int, int], cp_model.IntVar]]] = []
         self.shared: list[tuple[cp_model.IntVar, list[_Sharer]]] = []
+        self.held: list[tuple[cp_model.IntVar, list[_Need]]] = []
+        self.bounded: set[int] = set()
+        self.mixed: list[dict[_Who, cp_model.IntVar]] = [{} for _ in problem.memory.mixed]
         self.terms: list[tuple[cp_model.LinearExprT, int]] = []
         largest = max((max(costs) for costs in problem.own.values() if costs), default=1)
         self.unit = max(1, largest // 10**8)
@@ -301,24 +364,82 @@ class _Model:
         self.flows.append((use, flow))
         return [(i, j, var) for (i, j), var in flow.items()]
 
-    def _held(self, table: dict[int, list[int]]) -> cp_model.LinearExprT:
-        pairs = [(var, sizes[i]) for root, sizes in table.items() for i, var in self.x[root].items()]
-        return cp_model.LinearExpr.weighted_sum([v for v, _ in pairs], [s for _, s in pairs])
+    def add_memory(self, limit: int, points: list[int]) -> None:
+        """Bound what is held at some points."""
+        new = [p for p in points if p not in self.bounded]
+        self.bounded.update(new)
+        for held, constant in self._held(new):
+            self.cp.add(held <= max(0, limit - constant))
 
-    def add_memory(self, limit: int) -> None:
-        room = max(0, limit - self.problem.constant_bytes)
-        for table in (self.problem.turn, self.problem.end):
-            held = self._held(table)
-            self.cp.add(held <= room)
-            for expr in self._transients():
-                self.cp.add(cp_model.LinearExpr.sum([held, expr]) <= room)
+    def _held(self, points: list[int]) -> list[tuple[cp_model.LinearExprT, int]]:
+        """Per point what is held by choice, and what is held anyway."""
+        memory = self.problem.memory
+        terms: dict[int, list[tuple[cp_model.IntVar, int]]] = {p: [] for p in points}
+        for root, variables in self.x.items():
+            for i, var in variables.items():
+                row = memory.tables[root][i, points]
+                for n in np.flatnonzero(row):
+                    terms[points[n]].append((var, int(row[n])))
+        for mixed, known in zip(memory.mixed, self.mixed, strict=True):
+            self._add_mixed(mixed, terms, known)
+        sums = [cp_model.LinearExpr.weighted_sum([v for v, _ in row], [b for _, b in row]) for row in terms.values()]
+        return list(zip(sums, memory.constant[points].tolist(), strict=True))
 
-    def _transients(self) -> list[cp_model.LinearExprT]:
-        distinct = {(root, tuple(sizes)) for root, sizes in self.problem.transient}
-        return [
-            cp_model.LinearExpr.weighted_sum(list(self.x[root].values()), [sizes[i] for i in self.x[root]])
-            for root, sizes in sorted(distinct)
-        ]
+    def _add_mixed(
+        self, mixed: Mixed, terms: dict[int, list[tuple[cp_model.IntVar, int]]], known: dict[_Who, cp_model.IntVar]
+    ) -> None:
+        """Where a layout is held by several claims, the one with most values counts."""
+        sizes = self.problem.memory.sizes
+        needs: list[dict[int, list[_Need]]] = []
+        counts = np.stack([demand.counts for demand in mixed.demands])
+        for p, row in terms.items():
+            order = sorted(np.flatnonzero(counts[:, p]).tolist(), key=lambda d: -counts[d, p])
+            needs = needs or [self._needs(demand) for demand in mixed.demands] if order else needs
+            for rank, d in enumerate(order):
+                least = counts[order[rank + 1], p] if rank + 1 < len(order) else 0
+                if counts[d, p] == least:
+                    continue
+                for number in set().union(*(needs[e] for e in order[: rank + 1])):
+                    who = number, frozenset(e for e in order[: rank + 1] if number in needs[e])
+                    if who not in known:
+                        known[who] = self._held_once([need for e in sorted(who[1]) for need in needs[e][number]])
+                    row.append((known[who], int(counts[d, p] - least) * sizes[number]))
+
+    def _held_once(self, needs: list[_Need]) -> cp_model.IntVar:
+        """1 where any of the needs is there."""
+        held = self.cp.new_bool_var("")
+        for need in needs:
+            taken = [chosen.indicator for chosen in need.sides]
+            self.cp.add(held >= cp_model.LinearExpr.sum(taken) - (len(taken) - 1))
+        self.held.append((held, needs))
+        return held
+
+    def _needs(self, demand: Demand) -> dict[int, list[_Need]]:
+        """Per number of a layout, how the two sides may choose for the demand to hold it."""
+        found: dict[int, list[_Need]] = {}
+        sources, targets = self._by_index(demand.source), self._by_index(demand.target)
+        for i, source in sources.items():
+            columns: dict[int, list[int]] = {}
+            for j, members in targets.items():
+                columns.setdefault(int(demand.table[i, j]), []).extend(members)
+            for number, target in columns.items():
+                if number != NOTHING:
+                    sides = self._chosen(demand.source, source), self._chosen(demand.target, target)
+                    found.setdefault(number, []).append(_Need([side for side in sides if side is not None]))
+        return found
+
+    def _by_index(self, side: Side) -> dict[int, list[int]]:
+        """Index of a layout -> remaining choices that give it."""
+        found: dict[int, list[int]] = {}
+        for i in self.x[side.root] if side.root is not None else (0,):
+            found.setdefault(int(side.index[i]), []).append(i)
+        return found
+
+    def _chosen(self, side: Side, members: list[int]) -> _Chosen | None:
+        """That one of some choices is taken; None where one surely is."""
+        if side.root is None or len(members) == len(self.x[side.root]):
+            return None
+        return _Chosen(side.root, frozenset(members), self._sum(side.root, members))
 
     def minimize_time(self) -> None:
         exprs = [e for e, _ in self.terms]
@@ -330,12 +451,9 @@ class _Model:
 
     def minimize_memory(self) -> None:
         peak = self.cp.new_int_var(0, 2**50, "peak")
-        for expr in self._transients():
-            self.cp.add(peak >= expr)
-        held = self.cp.new_int_var(0, 2**50, "held")
-        for table in (self.problem.turn, self.problem.end):
-            self.cp.add(held >= self._held(table))
-        self.cp.minimize(cp_model.LinearExpr.sum([held, peak]))
+        for held, constant in self._held(list(range(self.problem.memory.points))):
+            self.cp.add(peak >= held + constant)
+        self.cp.minimize(peak)
 
     def hint(self, choice: Assignment) -> None:
         for root, variables in self.x.items():
@@ -347,6 +465,8 @@ class _Model:
                 self.cp.add_hint(var, pair == at)
         for done, sharing in self.shared:
             self.cp.add_hint(done, any(sharer.used(choice) for sharer in sharing))
+        for held, needs in self.held:
+            self.cp.add_hint(held, any(need.there(choice) for need in needs))
 
     def read(self, solver: cp_model.CpSolver) -> Assignment:
         return {

@@ -1,0 +1,348 @@
+"""Bytes that a rank holds at each point of a step, as tables over the choices of the solver.
+
+`passes/timeline.py` says how many values of a class are held at each point, and because of whom; here the layouts come
+in. A value whose claims all depend on one root is a table over its choices. One whose claims depend on several roots is
+held once in each layout that some claim asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from stpart_compiler.cost_models.memory import parameter_bytes
+from stpart_compiler.ir.layout import max_local_numel
+from stpart_compiler.ir.rule import ONLINE, block_shape
+from stpart_compiler.ir.spacetime import MOVE, SLICE
+from stpart_compiler.passes.rules import MERGES
+from stpart_compiler.passes.rules.region import Region
+from stpart_compiler.passes.space import Choices, Space, block_extents, layouts_of
+from stpart_compiler.passes.timeline import Claim, Counts, Held, timeline
+from stpart_compiler.passes.uses import Assignment, Prices, Use
+
+Index = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.int64]
+NOTHING = -1
+
+
+@dataclass(frozen=True)
+class Side:
+    """Index of a layout per choice of a root; a root None has one choice."""
+
+    root: int | None
+    index: Index
+
+    def at(self, choice: Assignment) -> int:
+        return int(self.index[0 if self.root is None else choice[self.root]])
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A claim with its layouts: `table[i, j]` is the number of the layout in which it holds the value, or NOTHING."""
+
+    source: Side
+    target: Side
+    table: Index
+    counts: Counts
+
+    @cached_property
+    def where(self) -> Index:
+        """Points at which it holds anything."""
+        return np.flatnonzero(self.counts)
+
+    def at(self, choice: Assignment) -> int:
+        return int(self.table[self.source.at(choice), self.target.at(choice)])
+
+    def roots(self) -> set[int]:
+        return {side.root for side in (self.source, self.target) if side.root is not None}
+
+    def along(self, root: int | None, size: int) -> Index:
+        """Number of the layout per choice of the only root that it depends on."""
+        rows = self.source.index if self.source.root is not None else np.zeros(size, dtype=np.int64)
+        columns = self.target.index if self.target.root is not None else np.zeros(size, dtype=np.int64)
+        return np.asarray(self.table[rows, columns]) if root is not None else self.table[0, :1]
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A value whose claims depend on several roots."""
+
+    demands: list[Demand]
+
+    def roots(self) -> set[int]:
+        return set().union(*(demand.roots() for demand in self.demands))
+
+    def add(self, total: Bytes, choice: Assignment, sizes: Sequence[int], sign: int = 1) -> None:
+        """Add what is held under a choice to the bytes at each point."""
+        held: dict[int, list[Demand]] = {}
+        for demand in self.demands:
+            number = demand.at(choice)
+            if number != NOTHING:
+                held.setdefault(number, []).append(demand)
+        for number, demands in held.items():
+            if len(demands) == 1:
+                where = demands[0].where
+                total[where] += sign * sizes[number] * demands[0].counts[where]
+            else:
+                total += sign * sizes[number] * functools.reduce(np.maximum, [d.counts for d in demands])
+
+
+@dataclass
+class Memory:
+    """`tables[root][i, p]`: bytes at point p by choice i. `sizes`: bytes per number of a layout."""
+
+    points: int
+    constant: Bytes
+    tables: dict[int, Bytes]
+    mixed: list[Mixed]
+    sizes: list[int]
+
+    @staticmethod
+    def of(space: Space, roots: dict[int, int], prices: Prices, optimizer: str) -> Memory:
+        return _Maker(space, roots, prices, optimizer).run()
+
+    def at_points(self, choice: Assignment) -> Bytes:
+        """Bytes at each point."""
+        total = self.constant.copy()
+        for root, table in self.tables.items():
+            total += table[choice[root]]
+        for mixed in self.mixed:
+            mixed.add(total, choice, self.sizes)
+        return total
+
+    def worst(self, choice: Assignment) -> int:
+        """The point of the peak."""
+        return int(self.at_points(choice).argmax())
+
+    def by_kind(self, choice: Assignment) -> dict[str, int]:
+        """Bytes at the peak: parameters with optimizer state, inputs with buffers, and others."""
+        at = self.at_points(choice)
+        inputs = int(self.constant.min())
+        params = sum(int(table[choice[root]].min()) for root, table in self.tables.items() if root < 0)
+        return {"parameters": params, "inputs": inputs, "others": int(at.max()) - params - inputs}
+
+    def peaks(self, choice: Assignment, root: int) -> Bytes:
+        """Largest bytes of any point per choice of one root, with all other roots as in `choice`."""
+        involved = self._around.get(root, [])
+        rest = self.at_points(choice) - self.tables[root][choice[root]]
+        for mixed in involved:
+            mixed.add(rest, choice, self.sizes, -1)
+        total = rest + self.tables[root]
+        trial = dict(choice)
+        for mixed in involved:
+            for first, members in self._kinds(mixed, root):
+                trial[root] = first
+                more = np.zeros(self.points, dtype=np.int64)
+                mixed.add(more, trial, self.sizes)
+                total[members] += more
+        return np.asarray(total.max(axis=1))
+
+    @cached_property
+    def _around(self) -> dict[int, list[Mixed]]:
+        found: dict[int, list[Mixed]] = {}
+        for mixed in self.mixed:
+            for root in mixed.roots():
+                found.setdefault(root, []).append(mixed)
+        return found
+
+    def _kinds(self, mixed: Mixed, root: int) -> list[tuple[int, Index]]:
+        """Choices of a root that are alike for a value: the first of each kind, and all."""
+        key = (id(mixed), root)
+        if key not in self._known:
+            sides = [side.index for d in mixed.demands for side in (d.source, d.target) if side.root == root]
+            _, first, kind = np.unique(np.stack(sides), axis=1, return_index=True, return_inverse=True)
+            kind = kind.reshape(-1)
+            self._known[key] = [(int(one), np.flatnonzero(kind == number)) for number, one in enumerate(first)]
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], list[tuple[int, Index]]]:
+        return {}
+
+    def lower(self) -> dict[int, Bytes]:
+        """Tables beside `constant` whose sum no assignment holds less than: of each mixed value one claim."""
+        found = dict(self.tables)
+        for mixed in self.mixed:
+            single = [demand for demand in mixed.demands if len(demand.roots()) == 1]
+            if not single:
+                continue
+            most = np.argmax(np.stack([demand.counts for demand in single]), axis=0)
+            for number, demand in enumerate(single):
+                root = next(iter(demand.roots()))
+                counts = np.where(most == number, demand.counts, 0)
+                if counts.any():
+                    found[root] = found[root] + self._of(demand, root, counts)
+        return found
+
+    def _of(self, demand: Demand, root: int, counts: Counts) -> Bytes:
+        numbers = demand.along(root, len(self.tables[root]))
+        return np.where(numbers == NOTHING, 0, np.array(self.sizes)[numbers])[:, None] * counts[None, :]
+
+
+class _Maker:
+    """Builds the tables of a problem."""
+
+    def __init__(self, space: Space, roots: dict[int, int], prices: Prices, optimizer: str) -> None:
+        self.space = space
+        self.prices = prices
+        self.optimizer = optimizer
+        self.line = timeline(space.graph)
+        self.points = len(self.line.points)
+        self.tables = {root: np.zeros((count, self.points), dtype=np.int64) for root, count in roots.items()}
+        self.constant = np.full(self.points, space.classes.fixed_bytes, dtype=np.int64)
+
+    def run(self) -> Memory:
+        found = [(held, self._demands(held)) for held in self.line.held]
+        self.sizes = [max_local_numel(layout) * itemsize for layout, itemsize in self.prices.numbers]
+        mixed = [Mixed(demands) for held, demands in found if not self._add(demands)]
+        self._add_params()
+        self._add_own()
+        return Memory(self.points, self.constant, self.tables, mixed, self.sizes)
+
+    def _demands(self, held: Held) -> list[Demand]:
+        found = [self._demand(held, claim) for claim in held.claims]
+        return [demand for demand in found if demand is not None]
+
+    def _demand(self, held: Held, claim: Claim) -> Demand | None:
+        if claim.use is None:
+            return None if held.shares else self._made(held, claim)
+        use = self.prices.uses[held.producer, *claim.use]
+        source, target = self._side(use.from_root, use.from_members), self._side(use.to_root, use.to_members)
+        table = self._table(held, claim, use)
+        if np.all(table == NOTHING):
+            return None
+        nobody = Side(None, np.zeros(1, dtype=np.int64))
+        if np.all(table == table[:, :1]):
+            return Demand(source, nobody, table[:, :1], claim.counts)
+        if np.all(table == table[:1]):
+            return Demand(nobody, target, table[:1], claim.counts)
+        return Demand(source, target, table, claim.counts)
+
+    def _made(self, held: Held, claim: Claim) -> Demand:
+        root, layouts, members = layouts_of(self.space, held.producer, held.value)
+        numbers = self.prices.ids(layouts, held.value.dtype.itemsize)
+        nobody = Side(None, np.zeros(1, dtype=np.int64))
+        return Demand(self._side(root, members), nobody, np.array(numbers)[:, None], claim.counts)
+
+    def _side(self, root: int | None, members: list[list[int]]) -> Side:
+        if root is None:
+            return Side(None, np.zeros(1, dtype=np.int64))
+        index = np.zeros(len(self.tables[root]), dtype=np.int64)
+        for layout, ids in enumerate(members):
+            index[ids] = layout
+        return Side(root, index)
+
+    def _table(self, held: Held, claim: Claim, use: Use) -> Index:
+        """The number of the layout held, over the layouts of both sides."""
+        rows, columns = np.array(use.from_ids)[:, None], np.array(use.to_ids)[None, :]
+        if claim.kind == "read":
+            return (
+                np.where(rows == columns, NOTHING, columns)
+                if held.shares
+                else np.broadcast_to(columns, (len(rows), columns.size))
+            )
+        itemsize = held.value.dtype.itemsize
+        settled = np.array(self.prices.ids([layout.without_partial() for layout in use.from_layouts], itemsize))[
+            :, None
+        ]
+        if claim.kind == "flight":  # an all-reduce sums in its result
+            let_go = (rows == columns) | (settled == columns)
+            return np.where(let_go | held.shares, NOTHING, rows)
+        wanted = np.array(self.prices.ids([layout.without_partial() for layout in use.to_layouts], itemsize))[None, :]
+        return np.where(settled == rows, rows, wanted)
+
+    def _add(self, demands: list[Demand]) -> bool:
+        """Add a value to the tables, if one root decides of it alone."""
+        roots = set().union(*(demand.roots() for demand in demands)) if demands else set()
+        if len(roots) > 1:
+            return False
+        root = next(iter(roots), None)
+        size = 1 if root is None else len(self.tables[root])
+        numbers = [demand.along(root, size) for demand in demands]
+        if not numbers:
+            return True
+        kinds, kind = np.unique(np.stack(numbers), axis=1, return_inverse=True)
+        rows = np.stack([self._held(demands, column) for column in kinds.T])
+        if root is None:
+            self.constant += rows[0]
+        else:
+            self.tables[root] += rows[kind.reshape(-1)]
+        return True
+
+    def _held(self, demands: list[Demand], numbers: Index) -> Bytes:
+        total = np.zeros(self.points, dtype=np.int64)
+        for number in set(numbers.tolist()) - {NOTHING}:
+            counts = [d.counts for d, own in zip(demands, numbers, strict=True) if own == number]
+            total += self.sizes[number] * np.max(np.stack(counts), axis=0)
+        return total
+
+    def _add_params(self) -> None:
+        """Parameters and optimizer state; gradients are values like others."""
+        for index, params in enumerate(self.space.params):
+            trained = self.space.classes.params[index].trained
+            itemsize = params.value.dtype.itemsize
+            for i, layout in enumerate(params.layouts):
+                numel = max_local_numel(layout)
+                kept = parameter_bytes(numel, itemsize, self.optimizer, True) - numel * itemsize
+                frozen = parameter_bytes(numel, itemsize, self.optimizer, False)
+                self.tables[-1 - index][i] += kept * trained + frozen * (len(params.names) - trained)
+
+    def _add_own(self) -> None:
+        """What an op needs while it runs, beside its operands and results."""
+        places: dict[int, list[int]] = {}
+        for p, point in enumerate(self.line.points):
+            places.setdefault(point.klass, []).append(p)
+        for klass, choices in enumerate(self.space.choices):
+            if klass not in places:
+                continue
+            for s, members in enumerate(choices.members):
+                nbytes = _own_bytes(choices, s, self.line.lasting)
+                if nbytes:
+                    self.tables[choices.root][np.ix_(members, places[klass])] += nbytes
+
+
+def _own_bytes(choices: Choices, s: int, lasting: frozenset[tuple[int, int]]) -> int:
+    """Bytes that an op needs while it runs, beside its operands and results: see `passes/temporal.py`."""
+    derived, call, steps = choices.derived[s], choices.op.call, choices.strategies[s].steps
+    total = 0
+    blocks = _block_bytes(choices, s)
+    if isinstance(call.target, Region):
+        total += max(0, call.target.peak_bytes(block_extents(choices.op, choices.strategies[s])) - sum(blocks))
+    if steps == 1:
+        return total
+    for i, (port, operand) in enumerate(zip(derived.inputs, call.operands, strict=True)):
+        if port.motion == MOVE:  # the block in use and the one arriving
+            copies = min(steps - 1, 2) if (choices.op.klass, i) in lasting else 1
+            total += copies * max_local_numel(port.layout) * operand.dtype.itemsize
+    time = choices.strategies[s].time_factor
+    if time is not None and choices.op.rule.factors[time].kind == ONLINE and call.target in MERGES:
+        return total + _merging_bytes(choices, s)
+    for port, nbytes, result in zip(derived.outputs, blocks, call.results, strict=True):
+        if result is not None:
+            whole = max_local_numel(port.layout) * result.dtype.itemsize
+            total += {MOVE: 2 * nbytes, SLICE: whole}.get(port.motion, nbytes)
+    return total
+
+
+def _block_bytes(choices: Choices, s: int) -> list[int]:
+    """Per result, bytes of what one step makes of it."""
+    extents = block_extents(choices.op, choices.strategies[s])
+    return [
+        math.prod(block_shape(tensor, extents)) * result.dtype.itemsize if result is not None else 0
+        for tensor, result in zip(choices.op.rule.outputs, choices.op.call.results, strict=True)
+    ]
+
+
+def _merging_bytes(choices: Choices, s: int) -> int:
+    """What was merged, the results of one more block, and both merged, less the results themselves."""
+    results = [r for r in choices.op.call.results if r is not None]
+    blocks = [n for n in _block_bytes(choices, s) if n]
+    dtypes = MERGES[choices.op.call.target].dtypes([r.dtype for r in results])
+    merged = sum(n * d.itemsize // r.dtype.itemsize for n, d, r in zip(blocks, dtypes, results, strict=True))
+    return 2 * merged

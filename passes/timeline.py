@@ -1,0 +1,295 @@
+"""What a rank holds at each program point that can be the peak, per class of values, whatever the placements.
+
+The points of a step are its ops in the order of `passes/schedule.py`: where an op runs (operands and results are there
+together), and right after it, where the transfers of its results have started. A *claim* says that at a point so many
+values of a class are held in a layout: the one they are made in, the one a use asks for, or the one they are saved in.
+Claims of one value on the same layout share one tensor.
+
+Identical layers make the counts linear in the layer's number, so only the points of the first and the last layer can be
+the peak; of these, a point at which no count is larger than at another one is left out too. Small values are counted,
+but not looked at for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from stpart_compiler.cost_models.compute import is_view
+from stpart_compiler.passes.order import WAIT_AFTER, Orders, Use, is_heavy, orders, use_of_grad
+from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
+from stpart_compiler.passes.quotient import Producer, producer_of, quotient
+
+Counts = npt.NDArray[np.int64]
+Span = tuple[int, int]
+
+SMALL = 1e-3
+"""Values of less than this part of the largest one do not make a point of their own."""
+
+ClaimKind = Literal["made", "read", "flight", "saved"]
+"""made: as produced. read: as the use asks for it. flight: as produced, until a use that asks for another layout has
+it. saved: as produced, or where that is pending as the use asks for it."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`counts[p]`: values of the class that are held at point p because of this. `use`: whose; None for "made"."""
+
+    kind: ClaimKind
+    use: Use | None
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Held:
+    """A class of values. `shares`: as produced it takes no memory of its own: a view, a parameter, or an input."""
+
+    producer: Producer
+    value: ValueInfo
+    shares: bool
+    claims: list[Claim]
+
+
+@dataclass(frozen=True)
+class Point:
+    """`klass`: op class that runs there, -1 between ops; the first op of it that does is `name`."""
+
+    klass: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`lasting`: operands (op class, port) that live longer than the op."""
+
+    points: list[Point]
+    held: list[Held]
+    lasting: frozenset[Use]
+
+
+@lru_cache(maxsize=4)
+def timeline(graph: Annotated) -> Timeline:
+    """The points of a step that can be its peak, and what is held there."""
+    order = orders(graph)
+    spans = _Spans(graph)
+    forward = _Walk(graph, order.forward, order.resting, 0)
+    end = 2 * len(order.forward)
+    for key in order.results:
+        forward.give(key, (-1, -1))
+    for key in order.saved:
+        forward.keep(key)
+    forward.run(spans)
+    if order.training:
+        backward = _Walk(graph, order.backward, order.resting | set(order.saved), end)
+        for key, param in order.grads:
+            backward.give(key, use_of_grad(graph, param))
+        backward.run(spans)
+        _add_saved(spans, forward, backward, order)
+    ops = [*order.forward, *(order.backward if order.training else ())]
+    return _folded(graph, ops, spans)
+
+
+@dataclass
+class _Spans:
+    """Spans of positions, both ends included, per value class and kind of claim."""
+
+    graph: Annotated
+    found: dict[tuple[Producer, ClaimKind, Use | None], list[Span]] = field(default_factory=dict)
+    value: dict[Producer, ValueKey] = field(default_factory=dict)
+    lasting: set[Use] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.param_class = quotient(self.graph).param_class
+        self.producers: dict[ValueKey, Producer] = {}
+
+    def producer(self, key: ValueKey) -> Producer:
+        if key not in self.producers:
+            self.producers[key] = producer_of(self.graph, key, self.param_class)
+        return self.producers[key]
+
+    def add(self, key: ValueKey, kind: ClaimKind, use: Use | None, span: Span) -> None:
+        producer = self.producer(key)
+        self.value.setdefault(producer, key)
+        self.found.setdefault((producer, kind, use), []).append(span)
+
+
+@dataclass
+class _Reads:
+    """Uses of one value by one operand of one op class in a phase: from the first fetch to the last read."""
+
+    start: int
+    first: int
+    last: int
+
+    def join(self, start: int, first: int, last: int) -> None:
+        self.start, self.first, self.last = min(self.start, start), min(self.first, first), max(self.last, last)
+
+
+class _Walk:
+    """Goes through the ops of a phase, from last to first, and notes how long each value is read.
+
+    Position 2t + offset is op t running, the next one is after it.
+    """
+
+    def __init__(self, graph: Annotated, ops: list[OpNode], resting: AbstractSet[ValueKey], offset: int) -> None:
+        self.graph = graph
+        self.ops = ops
+        self.resting = resting
+        self.offset = offset
+        self.end = 2 * len(ops) - 1
+        self.place = {op.name: t for t, op in enumerate(ops)}
+        self.reads: dict[ValueKey, dict[Use, _Reads]] = {}
+        self.last: dict[ValueKey, int] = {}
+        self.heavy = [t for t, op in enumerate(ops) if is_heavy(op)]
+        self.kept: set[ValueKey] = set()
+
+    def give(self, key: ValueKey, use: Use) -> None:
+        """A result of the phase: its transfer has ended a few heavy ops after it was made."""
+        made = self.place.get(key[0], 0)
+        after = [t for t in self.heavy if t > made][:WAIT_AFTER]
+        waited = 2 * after[-1] if len(after) == WAIT_AFTER else self.end
+        self._touch(key, use, 2 * made, waited, self.end)
+
+    def keep(self, key: ValueKey) -> None:
+        """A value that the next phase reads."""
+        self.kept.add(key)
+        self.last[key] = self.end
+
+    def run(self, spans: _Spans) -> None:
+        begins = self._begins()
+        for t in reversed(range(len(self.ops))):
+            op = self.ops[t]
+            ends = [2 * t, *(self.last.get((op.name, r), 0) for r in range(len(op.call.results)))]
+            last = max(ends) if is_view(op.call.target) else 2 * t
+            for port, key in enumerate(op.operands):
+                if self.last.get(key, 0) > last:
+                    spans.lasting.add((op.klass, port))
+                self._touch(key, (op.klass, port), begins[t], 2 * t, last)
+        for key, uses in self.reads.items():
+            self._note(spans, key, uses)
+        for op in self.ops:
+            self._note_made(spans, op)
+
+    def _begins(self) -> list[int]:
+        """Per op, where fetches of resting values for it begin: one heavy op ahead."""
+        found, ahead = [], None
+        for t, op in enumerate(self.ops):
+            found.append(2 * t if ahead is None else 2 * ahead)
+            ahead = t if is_heavy(op) else ahead
+        return found
+
+    def _touch(self, key: ValueKey, use: Use, start: int, first: int, last: int) -> None:
+        """A read of a value; one of a view that is made for it reads what is behind it as well."""
+        self.last[key] = max(self.last.get(key, 0), last)
+        uses = self.reads.setdefault(key, {})
+        if use in uses:
+            uses[use].join(start, first, last)
+        else:
+            uses[use] = _Reads(start, first, last)
+        if key in self.resting or key[0] in self.place:
+            return
+        view = self.graph.by_name[key[0]]
+        for port, operand in enumerate(view.operands):
+            self._touch(operand, (view.klass, port), start, first, last)
+
+    def _note(self, spans: _Spans, key: ValueKey, uses: dict[Use, _Reads]) -> None:
+        made = self.place.get(key[0])
+        fresh = made is not None and key not in self.resting
+        for use, reads in uses.items():
+            if fresh and made is not None:
+                spans.add(key, "read", use, self._at(2 * made + 1, reads.last))
+                spans.add(key, "flight", use, self._at(2 * made + 1, reads.first))
+            else:
+                spans.add(key, "read", use, self._at(reads.start, reads.last))
+
+    def _note_made(self, spans: _Spans, op: OpNode) -> None:
+        t = self.place[op.name]
+        for r, result in enumerate(op.call.results):
+            if result is not None:
+                spans.add((op.name, r), "made", None, self._at(2 * t, 2 * t))
+
+    def _at(self, start: int, end: int) -> Span:
+        return start + self.offset, end + self.offset
+
+
+def _add_saved(spans: _Spans, forward: _Walk, backward: _Walk, order: Orders) -> None:
+    """Saved values are held from where they are made to their last read in backward."""
+    for key in order.saved:
+        made = 2 * forward.place[key[0]] + 1
+        use = min(backward.reads[key].items(), key=lambda item: item[1].first)[0]
+        spans.add(key, "saved", use, (made, backward.offset + backward.last[key]))
+
+
+def _folded(graph: Annotated, ops: list[OpNode], spans: _Spans) -> Timeline:
+    """Counts per class, at the points that can be the peak."""
+    keys = [key for key in spans.found if not (key[1] in ("made", "flight") and _shares(graph, spans.value[key[0]]))]
+    largest = max((info.numel * info.dtype.itemsize for info in graph.values.values()), default=0)
+    large = np.array([_bytes(graph, spans.value[key[0]]) >= SMALL * largest for key in keys])
+    counts = np.zeros((len(keys), 2 * len(ops) + 1), dtype=np.int64)
+    for row, key in zip(counts, keys, strict=True):
+        found = np.array(spans.found[key])
+        np.add.at(row, found[:, 0], 1)
+        np.add.at(row, found[:, 1] + 1, -1)
+    counts = np.cumsum(counts, axis=1)
+    chosen = _chosen(counts[large], ops)
+    points = [Point(ops[at // 2].klass if at % 2 == 0 else -1, ops[at // 2].name) for at in chosen]
+    claims: dict[Producer, list[Claim]] = {}
+    for (producer, kind, use), row in zip(keys, counts[:, chosen].astype(np.int64), strict=True):
+        if row.any():
+            claims.setdefault(producer, []).append(Claim(kind, use, row))
+    held = [
+        Held(producer, graph.values[key], _shares(graph, key), claims[producer])
+        for producer, key in spans.value.items()
+        if producer in claims
+    ]
+    return Timeline(points, held, frozenset(spans.lasting))
+
+
+def _bytes(graph: Annotated, key: ValueKey) -> float:
+    return graph.values[key].numel * graph.values[key].dtype.itemsize
+
+
+def _shares(graph: Annotated, key: ValueKey) -> bool:
+    op = graph.by_name.get(key[0])
+    return op is None or is_view(op.call.target)
+
+
+def _chosen(counts: Counts, ops: list[OpNode]) -> list[int]:
+    """Positions that can be the peak."""
+    places: dict[tuple[int, int], list[int]] = {}
+    for t, op in enumerate(ops):
+        for after in (0, 1):
+            places.setdefault((op.klass, after), []).append(2 * t + after)
+    ends = [at for positions in places.values() for at in _ends(counts, positions)]
+    own = {at: ops[at // 2].klass if at % 2 == 0 and _has_own(ops[at // 2]) else -1 for at in ends}
+    kept: list[int] = []
+    total = counts.sum(axis=0)
+    for at in sorted(ends, key=lambda at: (-int(total[at]), at)):
+        rivals = [other for other in kept if own[at] in (-1, own[other])]
+        if not rivals or not np.any(np.all(counts[:, rivals] >= counts[:, [at]], axis=0)):
+            kept.append(at)
+    return sorted(kept)
+
+
+def _ends(counts: Counts, positions: list[int]) -> Iterable[int]:
+    """Positions of a class without those whose counts are the mean of their neighbours'."""
+    if len(positions) < 3:
+        return positions
+    at = counts[:, positions]
+    bent = np.any(at[:, 2:] + at[:, :-2] != 2 * at[:, 1:-1], axis=0)
+    return [positions[0], *_where(positions[1:-1], bent), positions[-1]]
+
+
+def _where(positions: list[int], chosen: npt.NDArray[np.bool_]) -> Iterator[int]:
+    return (at for at, yes in zip(positions, chosen, strict=True) if yes)
+
+
+def _has_own(op: OpNode) -> bool:
+    """Whether an op may need memory beside its operands and results: buffers and parts of a loop in time."""
+    return is_heavy(op)
