@@ -96,8 +96,8 @@ class Region:
             for r, (shape, result) in enumerate(zip(op.shapes(extents)[1], op.call.results, strict=True))
             if result is not None and not is_view(op.call.target)
         }
-        last = {source: j for j, op in enumerate(self.body) for source in op.sources}
-        last |= dict.fromkeys(self.outputs, len(self.body))
+        last = {self._base(source): j for j, op in enumerate(self.body) for source in op.sources}
+        last |= dict.fromkeys(map(self._base, self.outputs), len(self.body))
         spans = [(at[0], last.get(at, at[0]), size) for at, size in sizes.items()]
         return max(sum(size for start, end, size in spans if start <= j <= end) for j in range(len(self.body)))
 
