@@ -8,7 +8,7 @@ exist when a phase starts (parameters, saved activations) are fetched one heavy 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ from stpart_compiler.passes.schedule import Phase, Schedule
 from stpart_compiler.passes.temporal import emit_temporal
 
 aten = torch.ops.aten
+
+AGAIN = "_again"
+"""Ends the names of instructions of an op that backward runs again."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,15 @@ class PhaseEmitter:
         if any(((op.name, i), p.layout) in self.have for i, p in enumerate(derived.outputs)):
             return
         operands = [self.fetch(key, port.layout) for key, port in zip(op.operands, derived.inputs, strict=True)]
+        made = self._made(self._shown(op), strategy, derived, operands)
+        self._keep(op, derived, made)
+
+    def _shown(self, op: OpNode) -> OpNode:
+        """The op under the name that its instructions go by."""
+        is_again = self.phase.name == "backward" and op.name not in self.placement.graph.backward
+        return replace(op, name=op.name + AGAIN) if is_again and op.name not in self.phase.views else op
+
+    def _made(self, op: OpNode, strategy: Strategy, derived: Derived, operands: list[Value]) -> Sequence[Value | None]:
         self.builder.origin = Origin(op.name, op.module_path, line=op.line)
         first = len(self.builder.body)
         if strategy.steps > 1:
@@ -198,7 +210,7 @@ class PhaseEmitter:
             made = self._call(op, strategy, operands)
         if strategy.pending or isinstance(op.call.target, Region):  # inside of a region sums may pass from op to op
             self._allow_pending(first)
-        self._keep(op, derived, made)
+        return made
 
     def _keep(self, op: OpNode, derived: Derived, made: Sequence[Value | None]) -> None:
         for index, value in enumerate(made):
@@ -214,7 +226,9 @@ class PhaseEmitter:
         """Call the op on one block with the given local operands."""
         if isinstance(op.call.target, Region):
             return self._region(op.call.target, block, operands)
-        return self._op(op.name, op.call, block, operands, plain=bool(self.placement.graph.alias.get(op.name)))
+        alias = self.placement.graph.alias
+        is_plain = op.name in alias or op.name.removesuffix(AGAIN) in alias
+        return self._op(op.name, op.call, block, operands, plain=is_plain)
 
     def _region(self, region: Region, block: Block, operands: list[Value]) -> Sequence[Value | None]:
         """The ops of a region one after the other, each on its part of the block."""

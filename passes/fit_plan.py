@@ -49,7 +49,7 @@ class FitPlan:
     def _priced(self, plan: Plan, graph: Annotated) -> Plan:
         """The plan with the costs of this graph. No bound is known for it."""
         space = self._only(plan, graph)
-        problem = BuildProblem(self.options).apply(space)
+        problem = BuildProblem(self.options, again=frozenset(plan.recompute)).apply(space)
         choice: Assignment = dict.fromkeys(problem.roots, 0)
         return replace(
             plan,

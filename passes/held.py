@@ -23,7 +23,7 @@ from stpart_compiler.ir.spacetime import MOVE, SLICE
 from stpart_compiler.passes.rules import MERGES
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.space import Choices, Space, block_extents, layouts_of
-from stpart_compiler.passes.timeline import Claim, Counts, Held, timeline
+from stpart_compiler.passes.timeline import Claim, Counts, Held, Timeline
 from stpart_compiler.passes.uses import Assignment, Prices, Use
 
 Index = npt.NDArray[np.int64]
@@ -104,8 +104,8 @@ class Memory:
     sizes: list[int]
 
     @staticmethod
-    def of(space: Space, roots: dict[int, int], prices: Prices, optimizer: str) -> Memory:
-        return _Maker(space, roots, prices, optimizer).run()
+    def of(space: Space, line: Timeline, roots: dict[int, int], prices: Prices, optimizer: str) -> Memory:
+        return _Maker(space, line, roots, prices, optimizer).run()
 
     def at_points(self, choice: Assignment) -> Bytes:
         """Bytes at each point."""
@@ -188,11 +188,11 @@ class Memory:
 class _Maker:
     """Builds the tables of a problem."""
 
-    def __init__(self, space: Space, roots: dict[int, int], prices: Prices, optimizer: str) -> None:
+    def __init__(self, space: Space, line: Timeline, roots: dict[int, int], prices: Prices, optimizer: str) -> None:
         self.space = space
         self.prices = prices
         self.optimizer = optimizer
-        self.line = timeline(space.graph)
+        self.line = line
         self.points = len(self.line.points)
         self.tables = {root: np.zeros((count, self.points), dtype=np.int64) for root, count in roots.items()}
         self.constant = np.full(self.points, space.classes.fixed_bytes, dtype=np.int64)

@@ -10,11 +10,13 @@ import torch
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.plan import Plan, PlanRow
 from stpart_compiler.ir.spacetime import Strategy
+from stpart_compiler.passes.bound import FindBound, find_leanest
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated, OpNode
+from stpart_compiler.passes.recompute import FindRecompute
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
-from stpart_compiler.passes.space import BuildSpace, Costs, Restriction, Space
+from stpart_compiler.passes.space import BuildSpace, Choices, Costs, ParamChoices, Restriction, Space
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
 from stpart_compiler.passes.uses import Assignment
 from stpart_compiler.pauses import without_gc
@@ -71,8 +73,7 @@ class MakePlan:
             space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
             self.known.whole = (space, BuildProblem(self.options).apply(space))
         space, problem = self.known.whole
-        hint = self._hint(problem, yardsticks)
-        solution = Solve(self.options, self.memory_limit).apply(problem, hint, progress)
+        space, problem, solution = self._solved(space, problem, self._hint(problem, yardsticks), progress)
         best = min(yardsticks.values(), key=lambda found: found[2].seconds, default=None)
         if best is not None and best[2].seconds < solution.seconds:
             # followers of a sub-space may have a little more freedom: then its plan is the better one
@@ -80,6 +81,58 @@ class MakePlan:
             bound = min(solution.bound, found.seconds)
             solution = replace(solution, choice=found.choice, seconds=found.seconds, bound=bound)
         return _plan(graph, space, problem, solution, None, prices, self.options)
+
+    def _solved(self, space: Space, problem: Problem, hint: Assignment | None, progress: Progress) -> Found:
+        """The cheapest assignment found; where memory is short, also with some of forward run again in backward."""
+        found: list[Found] = []
+        short: list[InfeasibleError] = []
+        try:
+            found.append((space, problem, Solve(self.options, self.memory_limit).apply(problem, hint, progress)))
+        except InfeasibleError as error:
+            short.append(error)
+        if found and not found[0][2].memory_binds:
+            return found[0]
+        free = FindBound().apply(problem, hint)
+        starts = [free.nearest, found[0][2].choice if found else find_leanest(problem)]
+        for again, start in self._recomputations(space, starts).items():
+            progress(f"memory is short: solving with {len(again)} ops run again in backward")
+            other = BuildProblem(self.options, again=again).apply(space)
+            try:
+                solution = Solve(self.options, self.memory_limit).apply(other, start, progress)
+            except InfeasibleError as error:
+                short.append(error)
+                continue
+            binds = free.lower < (1 - self.options.gap) * solution.seconds
+            bound = min(free.lower, solution.seconds)
+            found.append((space, other, replace(solution, bound=bound, memory_binds=binds)))
+        if not found:
+            raise min(short, key=lambda error: error.least)
+        best = min(found, key=lambda item: item[2].seconds)
+        # no bound is known for other sets of ops that are run again, but that without a limit holds for them too
+        return *best[:2], replace(best[2], bound=min(free.lower, best[2].seconds))
+
+    def _recomputations(self, space: Space, starts: list[Assignment]) -> dict[frozenset[str], Assignment]:
+        """Sets of ops to run again, with an assignment each: the first of a start's growing sets with which it fits."""
+        found: dict[frozenset[str], Assignment] = {}
+        for start in starts:
+            sets = [self._names(space.graph, classes) for classes in FindRecompute(space, start).run()]
+            low, high = 0, len(sets) - 1
+            while low < high:
+                middle = (low + high) // 2
+                fits = self._bytes_with(space, start, sets[middle]) <= self.memory_limit
+                low, high = (low, middle) if fits else (middle + 1, high)
+            if sets:
+                found.setdefault(sets[low], start)
+        return found
+
+    def _names(self, graph: Annotated, classes: frozenset[int]) -> frozenset[str]:
+        return frozenset(op.name for klass in classes for op in graph.classes[klass])
+
+    def _bytes_with(self, space: Space, choice: Assignment, again: frozenset[str]) -> int:
+        """Bytes that an assignment needs if some ops are run again."""
+        only = only_chosen(space, choice)
+        problem = BuildProblem(self.options, again=again).apply(only)
+        return memory_bytes(problem, dict.fromkeys(problem.roots, 0))
 
     def _fits(self, found: Found) -> bool:
         return memory_bytes(found[1], found[2].choice) <= self.memory_limit
@@ -132,6 +185,17 @@ class MakePlan:
 def is_fused(graph: Annotated) -> bool:
     """Whether the graph has regions."""
     return any(isinstance(members[0].call.target, Region) for members in graph.classes)
+
+
+def only_chosen(space: Space, choice: Assignment) -> Space:
+    """The space in which an assignment is all there is: choice 0 of every root."""
+    params = [ParamChoices(p.names, p.value, [p.layouts[choice[-1 - i]]]) for i, p in enumerate(space.params)]
+    choices = []
+    for klass, found in enumerate(space.choices):
+        s, _ = strategy_of(space, choice, klass)
+        taken = [found.strategies[s]], [found.derived[s]], [found.seconds[s]], [found.moved[s]]
+        choices.append(Choices(found.op, found.count, *taken, klass, [[0]]))
+    return replace(space, choices=choices, params=params)
 
 
 def strategy_of(space: Space, choice: Assignment, klass: int) -> tuple[int, Strategy]:
@@ -190,6 +254,7 @@ def _plan(
             "cluster": space.costs.cluster.name,
             "memory_binds": solution.memory_binds,
         },
+        recompute=[op.name for op in graph.ops if op.name in problem.again and op.klass in problem.again_classes],
     )
 
 
@@ -215,6 +280,7 @@ def plan_rows(space: Space, problem: Problem, choice: Assignment) -> list[PlanRo
                 redistribution_seconds=relayout.get(klass, 0.0),
                 is_backward=op.is_backward,
                 alternatives=_alternatives(problem, choice, klass, op),
+                again=klass in problem.again_classes,
             )
         )
     return rows

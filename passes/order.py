@@ -12,6 +12,7 @@ from functools import lru_cache
 from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 from stpart_compiler.passes.quotient import quotient
+from stpart_compiler.passes.rules.registry import draws
 from stpart_compiler.passes.strategies import is_contraction
 
 WAIT_AFTER = 2
@@ -25,7 +26,8 @@ Use = tuple[int, int]
 class Orders:
     """`forward`, `backward`: ops without the views that are made when asked for, which are in `lazy_*`.
 
-    `resting`: values that exist before the step. `saved`: values handed from forward to backward. `results`, `grads`:
+    Backward has the ops of forward that are run again, each right before the first op that needs it. `resting`: values
+    that exist before the step. `saved`: values handed from forward to backward. `results`, `grads`:
     what each phase gives back; of gradients with the node of their parameter.
     """
 
@@ -40,9 +42,12 @@ class Orders:
     training: bool
 
 
-@lru_cache(maxsize=4)
-def orders(graph: Annotated) -> Orders:
-    """The order of the ops of a step."""
+NOTHING_AGAIN: frozenset[str] = frozenset()
+
+
+@lru_cache(maxsize=8)
+def orders(graph: Annotated, again: frozenset[str] = NOTHING_AGAIN) -> Orders:
+    """The order of the ops of a step. `again`: names of ops of forward that backward runs again, if it needs them."""
     captured = graph.captured
     resting = frozenset(key for key, info in graph.values.items() if info.kind != "op")
     nodes = {p.name: p.node for p in captured.params}
@@ -59,10 +64,20 @@ def orders(graph: Annotated) -> Orders:
     if not captured.training or not captured.tangents:
         return Orders(forward, [], lazy_forward, frozenset(), resting, [], results, [], False)
     backward = _read([op for op in graph.ops if op.name in graph.backward], {key for key, _ in grads})
-    saved = _saved(graph, backward, [key for key, _ in grads], resting)
+    remake = _Remake(graph, again, resting)
+    for op in backward:
+        remake.add(op)
+    for key, _ in grads:
+        remake.need(key)
+    saved = list(remake.saved)
     lazy_backward = _lazy(graph, resting | set(saved))
-    backward = [op for op in backward if op.name not in lazy_backward]
+    backward = [op for op in remake.ops if op.name not in lazy_backward]
     return Orders(forward, backward, lazy_forward, lazy_backward, resting, saved, results, grads, True)
+
+
+def may_run_again(graph: Annotated, op: OpNode) -> bool:
+    """Whether an op of forward may be run again in backward: it draws nothing, and is no mere view."""
+    return op.name not in graph.backward and not draws(op.call) and not is_view(op.call.target)
 
 
 def is_heavy(op: OpNode) -> bool:
@@ -95,20 +110,43 @@ def _lazy(graph: Annotated, rest: frozenset[ValueKey] | set[ValueKey]) -> frozen
     return frozenset(lazy)
 
 
-def _saved(
-    graph: Annotated, backward: list[OpNode], grads: list[ValueKey], resting: frozenset[ValueKey]
-) -> list[ValueKey]:
-    """What backward reads of forward, behind any views."""
-    found: dict[ValueKey, None] = {}
-    for key in [*(key for op in backward for key in op.operands), *grads]:
-        while not _in_backward(graph, key, resting) and is_view(graph.by_name[key[0]].call.target):
-            if not graph.by_name[key[0]].operands:
-                break
-            key = graph.by_name[key[0]].operands[0]
-        if not _in_backward(graph, key, resting):
-            found[key] = None
-    return list(found)
+class _Remake:
+    """Backward's ops, each behind what it needs of forward: views, and what is run again. All else is saved."""
 
+    def __init__(self, graph: Annotated, again: frozenset[str], resting: frozenset[ValueKey]) -> None:
+        self.graph = graph
+        self.again = again
+        self.resting = resting
+        self.ops: list[OpNode] = []
+        self.placed: set[str] = set()
+        self.saved: dict[ValueKey, None] = {}
+        self.known: set[str] = set()
+        self.number = {op.name: i for i, op in enumerate(graph.ops)}
 
-def _in_backward(graph: Annotated, key: ValueKey, resting: frozenset[ValueKey]) -> bool:
-    return key in resting or key[0] in graph.backward
+    def add(self, op: OpNode) -> None:
+        for key in op.operands:
+            self.need(key)
+        self.ops.append(op)
+
+    def need(self, key: ValueKey) -> None:
+        """Place all that a value needs, in the order of forward."""
+        found: list[OpNode] = []
+        todo = [key]
+        while todo:
+            key = todo.pop()
+            if self._is_there(key):
+                continue
+            op = self.graph.by_name[key[0]]
+            if op.name not in self.again and not (is_view(op.call.target) and op.operands):
+                self.saved[key] = None
+                continue
+            self.known.add(op.name)
+            found.append(op)
+            todo += op.operands[::-1]
+        for op in sorted(found, key=lambda op: self.number[op.name]):
+            if op.name in self.again or any(name in self.placed for name, _ in op.operands):
+                self.placed.add(op.name)
+                self.ops.append(op)
+
+    def _is_there(self, key: ValueKey) -> bool:
+        return key in self.resting or key[0] in self.graph.backward or key in self.saved or key[0] in self.known

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from stpart_compiler.passes.held import Memory
+from stpart_compiler.passes.order import NOTHING_AGAIN, orders
 from stpart_compiler.passes.space import Space
+from stpart_compiler.passes.timeline import timeline
 from stpart_compiler.passes.uses import Assignment, Prices, Use
 
 
@@ -35,15 +37,24 @@ class Problem:
     roots: dict[int, int] = field(default_factory=dict)  # root -> number of choices
     own: dict[int, list[int]] = field(default_factory=dict)  # root -> ns per choice (with its followers)
     uses: list[list[Use]] = field(default_factory=list)  # grouped by (producer, phase): re-layouts are shared inside
+    again: frozenset[str] = NOTHING_AGAIN  # ops of forward that backward runs again
     prices: Prices = field(init=False)
 
     def __post_init__(self) -> None:
         self.prices = Prices(self.space)
 
     @cached_property
+    def again_classes(self) -> frozenset[int]:
+        """Classes of the ops that backward really runs again."""
+        graph = self.space.graph
+        ran = [op for op in orders(graph, self.again).backward if op.name in self.again]
+        return frozenset(op.klass for op in ran)
+
+    @cached_property
     def memory(self) -> Memory:
         """What is held at each point that can be the peak. Made when first asked for."""
-        return Memory.of(self.space, self.roots, self.prices, self.options.optimizer)
+        lines = timeline(self.space.graph, self.again)
+        return Memory.of(self.space, lines, self.roots, self.prices, self.options.optimizer)
 
     def local(self, root: int) -> Local:
         """The part of the objective that depends on one root."""
@@ -115,13 +126,14 @@ class Local:
 
 @dataclass(frozen=True)
 class BuildProblem:
-    """search space -> priced problem."""
+    """search space -> priced problem. `again`: ops of forward that backward runs again, at their full price."""
 
     options: SolverOptions
     weights_stay: bool = False
+    again: frozenset[str] = NOTHING_AGAIN
 
     def apply(self, space: Space) -> Problem:
-        problem = Problem(space, self.options)
+        problem = Problem(space, self.options, again=self.again)
         _price_choices(problem)
         _price_params(problem)
         _price_uses(problem, self.weights_stay)
@@ -136,10 +148,11 @@ def _price_choices(problem: Problem) -> None:
     for klass, choices in enumerate(problem.space.choices):
         if choices.root == klass:
             problem.roots[klass] = len(choices.strategies)
+        times = 2 if klass in problem.again_classes else 1
         costs = problem.own.setdefault(choices.root, [0] * _root_size(problem.space, choices.root))
         for s, members in enumerate(choices.members):
             for i in members:
-                costs[i] += _ns(choices.seconds[s]) * choices.count
+                costs[i] += _ns(choices.seconds[s]) * choices.count * times
 
 
 def _root_size(space: Space, root: int) -> int:
@@ -159,8 +172,10 @@ def _price_uses(problem: Problem, weights_stay: bool) -> None:
     for edge in [*space.classes.edges, *space.classes.finals]:
         phase = edge.consumer < 0 or space.choices[edge.consumer].op.name in space.graph.backward
         use = problem.prices.use(edge, weights_stay)
-        if any(any(row) for row in use.price):
-            groups.setdefault((edge.producer, edge.value.shape, phase), []).append(use)
+        if not any(any(row) for row in use.price):
+            continue
+        for at in (phase, True) if edge.consumer in problem.again_classes else (phase,):
+            groups.setdefault((edge.producer, edge.value.shape, at), []).append(use)
     problem.uses = list(groups.values())
 
 

@@ -1,7 +1,8 @@
 """What each phase runs, keeps and fetches: op order, saved values, and where each transfer starts.
 
 Forward and backward are two programs. What backward reads of forward is saved in the layout it was produced in (or,
-where that is a pending sum, in the layout that backward asks for). Views are made anew in backward, not saved.
+where that is a pending sum, in the layout that backward asks for). Views are made anew in backward, not saved; so is
+what backward runs again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.ir.layout import Layout, replicated
 from stpart_compiler.ir.spacetime import Derived
-from stpart_compiler.passes.order import WAIT_AFTER, Orders, is_heavy, orders
+from stpart_compiler.passes.order import NOTHING_AGAIN, WAIT_AFTER, Orders, is_heavy, orders
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 
 Need = tuple[ValueKey, Layout]
@@ -57,8 +58,10 @@ class MakeSchedule:
         graph: Annotated,
         derived: Callable[[OpNode], Derived],
         layout: Callable[[ValueKey], Layout],
+        again: frozenset[str] = NOTHING_AGAIN,
     ) -> Schedule:
-        order = orders(graph)
+        """`again`: names of ops of forward that backward runs again instead of reading what was saved of them."""
+        order = orders(graph, again)
         views = frozenset(op.name for op in graph.ops if is_view(op.call.target))
         rest = set(order.resting)
         outputs = [(key, replicated(graph.values[key].shape)) for key in order.results]

@@ -53,7 +53,8 @@ Progress = Callable[[str], None]
 class Solution:
     """Choice per root; objective and proven bound in seconds; `status` of CP-SAT.
 
-    `memory_binds`: the memory limit may cost more than the wanted gap.
+    `free`: seconds that no assignment can beat, whatever memory it needs. `memory_binds`: the memory limit may cost
+    more than the wanted gap.
     """
 
     choice: Assignment
@@ -63,6 +64,7 @@ class Solution:
     wall_s: float
     first_s: float = 0.0
     memory_binds: bool = False
+    free: float = 0.0
 
 
 class InfeasibleError(ValueError):
@@ -97,7 +99,9 @@ class Solve:
         near = _proven(problem, bound, self.options.gap)
         if bound.choice is not None and near and (not self.polish_s or _settled(problem, bound)):
             seconds = evaluate(problem, bound.choice)
-            return Solution(bound.choice, seconds, bound.lower, "BOUNDED", first, first, self._binds(bound, seconds))
+            return Solution(
+                bound.choice, seconds, bound.lower, "BOUNDED", first, first, self._binds(bound, seconds), bound.free
+            )
         if self.memory_limit is not None and bound.least > self.memory_limit:
             raise self._infeasible(problem, find_leanest(problem) if self.polish_s else bound.nearest)
         model = _Model(problem, bound)
@@ -112,7 +116,9 @@ class Solve:
         chosen = min(known, key=lambda found: evaluate(problem, found)) if known else self._leanest(problem)
         seconds = evaluate(problem, chosen)
         first = first if bound.choice is not None else watch.first or wall
-        return Solution(chosen, seconds, min(seconds, lower), name, wall, first, self._binds(bound, seconds))
+        return Solution(
+            chosen, seconds, min(seconds, lower), name, wall, first, self._binds(bound, seconds), bound.free
+        )
 
     def _search(
         self, problem: Problem, model: _Model, bound: Bound, watch: _Watch, limit: float

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stpart_compiler.cost_models.compute import is_view
-from stpart_compiler.passes.order import WAIT_AFTER, Orders, Use, is_heavy, orders, use_of_grad
+from stpart_compiler.passes.order import NOTHING_AGAIN, WAIT_AFTER, Orders, Use, is_heavy, orders, use_of_grad
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Producer, producer_of, quotient
 
@@ -73,10 +73,10 @@ class Timeline:
     lasting: frozenset[Use]
 
 
-@lru_cache(maxsize=4)
-def timeline(graph: Annotated) -> Timeline:
-    """The points of a step that can be its peak, and what is held there."""
-    order = orders(graph)
+@lru_cache(maxsize=8)
+def timeline(graph: Annotated, again: frozenset[str] = NOTHING_AGAIN) -> Timeline:
+    """The points of a step that can be its peak, and what is held there. `again`: as in `orders`."""
+    order = orders(graph, again)
     spans = _Spans(graph)
     forward = _Walk(graph, order.forward, order.resting, 0)
     end = 2 * len(order.forward)
@@ -268,11 +268,13 @@ def _chosen(counts: Counts, ops: list[OpNode]) -> list[int]:
             places.setdefault((op.klass, after), []).append(2 * t + after)
     ends = [at for positions in places.values() for at in _ends(counts, positions)]
     own = {at: ops[at // 2].klass if at % 2 == 0 and _has_own(ops[at // 2]) else -1 for at in ends}
+    by_point = np.ascontiguousarray(counts.T.astype(np.int32))
+    rows = np.empty((len(ends), len(counts)), dtype=np.int32)
     kept: list[int] = []
-    total = counts.sum(axis=0)
-    for at in sorted(ends, key=lambda at: (-int(total[at]), at)):
-        rivals = [other for other in kept if own[at] in (-1, own[other])]
-        if not rivals or not np.any(np.all(counts[:, rivals] >= counts[:, [at]], axis=0)):
+    for at in sorted(ends, key=lambda at: (-int(by_point[at].sum()), at)):
+        larger = np.all(rows[: len(kept)] >= by_point[at], axis=1)
+        if not any(own[at] in (-1, own[kept[n]]) for n in np.flatnonzero(larger)):
+            rows[len(kept)] = by_point[at]
             kept.append(at)
     return sorted(kept)
 

@@ -42,10 +42,10 @@ class Step:
         self.loss = loss.detach()
         self.grads = {name: p.grad for name, p in model.named_parameters()}
 
-    def check(self, mesh: Mesh, forced: dict[str, Strategy]) -> None:
-        """Assert that with these strategies loss and gradients are those of one device."""
+    def check(self, mesh: Mesh, forced: dict[str, Strategy], again: frozenset[str] = frozenset()) -> None:
+        """Assert that with these strategies loss and gradients are those of one device. `again`: ops run twice."""
         text = {op.name: forced[op.name].describe(op.rule) for op in self.graph.ops if op.name in forced}
-        assert is_exact(self, *run(self, mesh, forced)), text
+        assert is_exact(self, *run(self, mesh, forced, again)), text
 
 
 def keep(op: OpNode) -> Strategy:
@@ -53,7 +53,7 @@ def keep(op: OpNode) -> Strategy:
 
 
 def programs(
-    step: Step, mesh: Mesh, forced: dict[str, Strategy]
+    step: Step, mesh: Mesh, forced: dict[str, Strategy], again: frozenset[str] = frozenset()
 ) -> tuple[Schedule, list[tuple[RankProgram, RankProgram]]]:
     """Programs in which the named ops have the given strategies, and all others run whole on every rank."""
     graph = step.graph
@@ -61,7 +61,7 @@ def programs(
     layouts = {(info.node, 0): replicated(info.info.shape) for info in step.captured.params if info.node is not None}
     cost = Costs(load_cluster(None), mesh).link
     placement = Placement(graph, mesh, strategies, layouts, cost)
-    schedule = MakeSchedule().apply(graph, placement.derived, placement.layout)
+    schedule = MakeSchedule().apply(graph, placement.derived, placement.layout, again)
     pairs = []
     for rank in range(mesh.world_size):
         forward, backward = Codegen(torch.device("cpu")).apply(placement, schedule, rank)
@@ -72,9 +72,11 @@ def programs(
     return schedule, pairs
 
 
-def run(step: Step, mesh: Mesh, forced: dict[str, Strategy]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def run(
+    step: Step, mesh: Mesh, forced: dict[str, Strategy], again: frozenset[str] = frozenset()
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients by name."""
-    schedule, pairs = programs(step, mesh, forced)
+    schedule, pairs = programs(step, mesh, forced, again)
     assert schedule.backward is not None
     known = _known(step)
     given = [

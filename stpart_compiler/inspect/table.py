@@ -52,7 +52,7 @@ def _by_module(rows: list[PlanRow]) -> dict[str, list[PlanRow]]:
 def _cells(row: PlanRow) -> list[str]:
     return [
         row.op.removesuffix(".default"),
-        "backward" if row.is_backward else "forward",
+        "backward" if row.is_backward else "forward, again" if row.again else "forward",
         str(row.count),
         row.strategy,
         f"{', '.join(row.inputs)} -> {', '.join(row.outputs)}",

@@ -38,6 +38,7 @@ class PlanRow:
     redistribution_seconds: float
     is_backward: bool
     alternatives: list[tuple[str, float]] = field(default_factory=list)
+    again: bool = False  # run once more in backward
 
 
 @dataclass
@@ -45,7 +46,8 @@ class Plan:
     """Chosen strategies and layouts, reproducible from JSON.
 
     `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank.
-    `regions`: which regions of the graph are one op each, None: none.
+    `regions`: which regions of the graph are one op each, None: none. `recompute`: ops of forward that backward runs
+    again instead of reading what was saved of them.
     `discovered_ops`: those whose rule was found by running them, which is evidence, not proof.
     """
 
@@ -64,6 +66,7 @@ class Plan:
     discovered_ops: list[str] = field(default_factory=list)
     solver: dict[str, Any] = field(default_factory=dict)
     regions: str | None = None
+    recompute: list[str] = field(default_factory=list)
 
     @property
     def gap(self) -> float:
@@ -77,7 +80,8 @@ class Plan:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def _decisions(self) -> dict[str, Any]:
-        return {
+        again = {"recompute": self.recompute} if self.recompute else {}
+        return again | {
             "mesh": list(self.mesh.to_dict().items()),
             "graph": self.graph_digest,
             "strategies": {name: strategy_to_json(s) for name, s in self.strategies.items()},
@@ -132,6 +136,7 @@ class Plan:
             discovered_ops=data.get("discovered_ops", []),
             solver=data["solver"],
             regions=data.get("regions"),
+            recompute=data.get("recompute", []),
         )
 
     def summary(self) -> str:
@@ -142,6 +147,10 @@ class Plan:
             f"  predicted step {self.seconds * 1e3:.3f} ms, {self._proof()}",
             "  memory per rank: " + ", ".join(f"{key} {value / 2**20:.1f} MiB" for key, value in self.memory.items()),
         ]
+        if self.recompute:
+            again = [row for row in self.rows if row.again]
+            seconds = sum(row.count * row.seconds for row in again)
+            lines.append(f"  run again in backward: {', '.join(row.name for row in again)}; {seconds * 1e3:.3f} ms")
         for template, seconds in sorted(self.yardsticks.items(), key=lambda item: item[1]):
             ratio = seconds / self.seconds if self.seconds else 1.0
             lines.append(f"  {template}: {seconds * 1e3:.3f} ms, {ratio:.2f}x this plan")
@@ -166,7 +175,7 @@ class Plan:
             raise KeyError(f"plan: no op or module {name!r}; module paths include {known}")
         lines = []
         for row in rows:
-            phase = "backward" if row.is_backward else "forward"
+            phase = "backward" if row.is_backward else "forward and again in backward" if row.again else "forward"
             lines.append(f"{row.name} ({row.op}, {row.module_path}, {phase}, x{row.count}): {row.strategy}")
             lines.append(f"  {', '.join(row.inputs)} -> {', '.join(row.outputs)}")
             lines.append(
