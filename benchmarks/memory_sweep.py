@@ -1,4 +1,4 @@
-"""Predicted step time and exact peak bytes per rank as the memory limit falls, and which regions the plan fuses.
+"""Step time, the solver's estimate and the exact peak of bytes per rank as the memory limit falls; what is run again.
 
     python benchmarks/memory_sweep.py [--ranks 1 4] [--layers 2] [--length 8192] [--fractions 1 0.8 0.6 0.5 0.4]
 
@@ -60,9 +60,12 @@ def main() -> None:
                 )
                 continue
             took = time.perf_counter() - start
+            estimate, peak = plan.memory["solver estimate"], plan.memory["peak"]
             print(
-                f"ranks={ranks} limit={format_bytes(limit)} peak={format_bytes(plan.memory['peak'])}"
-                f" step={plan.seconds * 1e3:.2f} ms regions={plan.regions} compiled in {took:.0f} s",
+                f"ranks={ranks} limit={format_bytes(limit)} solver estimate={format_bytes(estimate)}"
+                f" exact peak={format_bytes(peak)} difference={100 * (estimate / peak - 1):+.2f} %"
+                f" step={plan.seconds * 1e3:.2f} ms regions={plan.regions} run again={len(plan.recompute)} ops"
+                f" compiled in {took:.0f} s",
                 flush=True,
             )
 

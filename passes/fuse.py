@@ -75,7 +75,11 @@ class _Rewriter:
         olds = [self.node_of[key] for key in found.results]
         args = tuple(self.copied[node] for node in self._reads(found))
         last = self.by_name[found.ops[-1].name]
-        meta = {key: last.meta[key] for key in ("is_backward", "stack_trace") if key in last.meta}
+        meta = {
+            key: last.meta[key]
+            for key in ("is_backward", "stack_trace", "recompute", "ac_graph_id")
+            if key in last.meta
+        }
         meta["module_path"] = _common_path([op.module_path for op in found.ops])
         if len(olds) == 1:
             call = self.new.create_node("call_function", found.region, args, {}, olds[0].name)

@@ -11,6 +11,7 @@ from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.plan import Plan, PlanRow
 from stpart_compiler.ir.spacetime import Strategy
 from stpart_compiler.passes.bound import FindBound, find_leanest
+from stpart_compiler.passes.order import marked
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated, OpNode
 from stpart_compiler.passes.recompute import FindRecompute
@@ -71,7 +72,7 @@ class MakePlan:
         prices = {name: found[2].seconds for name, found in yardsticks.items()}
         if self.known.whole is None:
             space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
-            self.known.whole = (space, BuildProblem(self.options).apply(space))
+            self.known.whole = (space, BuildProblem(self.options, again=marked(graph)).apply(space))
         space, problem = self.known.whole
         space, problem, solution = self._solved(space, problem, self._hint(problem, yardsticks), progress)
         best = min(yardsticks.values(), key=lambda found: found[2].seconds, default=None)
@@ -115,7 +116,9 @@ class MakePlan:
         """Sets of ops to run again, with an assignment each: the first of a start's growing sets with which it fits."""
         found: dict[frozenset[str], Assignment] = {}
         for start in starts:
-            sets = [self._names(space.graph, classes) for classes in FindRecompute(space, start).run()]
+            always = marked(space.graph)
+            grown = FindRecompute(space, start, always).run()
+            sets = [always | self._names(space.graph, classes) for classes in grown]
             low, high = 0, len(sets) - 1
             while low < high:
                 middle = (low + high) // 2
@@ -142,13 +145,13 @@ class MakePlan:
         if reason is not None:
             raise ValueError(f"template {chosen.name!r}: {reason}")
         space = BuildSpace(self.costs).apply(graph, self._restricted(chosen.restriction))
-        problem = BuildProblem(self.options, chosen.weights_stay).apply(space)
+        problem = BuildProblem(self.options, chosen.weights_stay, marked(graph)).apply(space)
         quick = replace(self.options, patience_s=TEMPLATE_PATIENCE_S, gap=max(self.options.gap, TEMPLATE_GAP))
         solution = Solve(quick, self.memory_limit, polish_s=0.0).apply(problem)
         if not chosen.weights_stay:
             return space, problem, solution
         # where a weight cannot stay (no layout at rest is the one in use), moving it costs what it costs
-        priced = BuildProblem(self.options).apply(space)
+        priced = BuildProblem(self.options, again=marked(graph)).apply(space)
         seconds = evaluate(priced, solution.choice)
         return space, priced, replace(solution, seconds=seconds, bound=min(solution.bound, seconds))
 

@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from stpart_compiler.capture import Captured
 from stpart_compiler.capture.breaks import user_line
@@ -48,6 +49,7 @@ class OpNode:
     batch: frozenset[int] = frozenset()  # factors that come from dim 0 of the user's inputs
     data: frozenset[int] = frozenset()  # factors that come from any dim of the user's inputs
     klass: int = -1
+    checkpoint: int | None = None  # number of the torch.utils.checkpoint that the op is in
 
 
 @dataclass
@@ -170,7 +172,12 @@ def _op_node(node: fx.Node, alias: dict[str, ValueKey], rules: dict[str, tuple[O
     operands = tuple(alias[arg.name] for arg in _tensor_args(node))
     path = node.meta.get("module_path", "")
     backward = node.meta["is_backward"]
-    return OpNode(node.name, call, rule, operands, path, backward, has_rule, user_line(node), discovered)
+    number = node.meta.get("ac_graph_id") if node.meta.get("recompute") in _RUN_AGAIN else None
+    line = user_line(node)
+    return OpNode(node.name, call, rule, operands, path, backward, has_rule, line, discovered, checkpoint=number)
+
+
+_RUN_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def _tensor_args(node: fx.Node) -> Iterator[fx.Node]:
@@ -381,7 +388,7 @@ def _classes(ops: list[OpNode]) -> list[list[OpNode]]:
     classes: list[list[OpNode]] = []
     texts: _Memo[frozenset[int], str] = _Memo(lambda rule, movable: f"{rule}{sorted(movable)}")
     for op in ops:
-        text = op.call.text + texts(op.rule, op.movable)
+        text = op.call.text + texts(op.rule, op.movable) + ("" if op.checkpoint is None else " in a checkpoint")
         here = (op.module_path, op.is_backward, text)
         ordinal[here] = ordinal.get(here, -1) + 1
         key = (layers_folded(op.module_path), op.is_backward, text, ordinal[here])

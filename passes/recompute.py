@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.ir.layout import max_local_numel
-from stpart_compiler.passes.order import may_run_again, orders
+from stpart_compiler.passes.order import NOTHING_AGAIN, may_run_again, orders
 from stpart_compiler.passes.propagate import ValueKey
 from stpart_compiler.passes.space import Space
 from stpart_compiler.passes.uses import Assignment
@@ -36,10 +36,14 @@ class Move:
 
 @dataclass
 class FindRecompute:
-    """search space, assignment -> op classes to run again, the most worthwhile first; each set has the one before."""
+    """search space, assignment -> op classes to run again, the most worthwhile first; each set has the one before.
+
+    `marked`: ops that are run again in any case.
+    """
 
     space: Space
     choice: Assignment
+    marked: frozenset[str] = NOTHING_AGAIN
     reads: dict[int, set[Result]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,8 +60,9 @@ class FindRecompute:
         ]
 
     def run(self) -> Iterator[frozenset[int]]:
-        again: set[int] = set()
-        saved = {self._result(key) for key in orders(self.space.graph).saved}
+        order = orders(self.space.graph, self.marked)
+        again = {op.klass for op in order.backward if op.name in self.marked}
+        saved = {self._result(key) for key in order.saved}
         while True:
             moves = [
                 move for klass in {klass for klass, _ in saved} - again for move in self._moves(klass, again, saved)

@@ -40,7 +40,7 @@ SETTLED_GAP = 0.005
 """With more choices than that still open, a plan so near to the bound is taken as it is."""
 
 MEMORY_ROUNDS = 4
-NEAR_PEAK = 0.6
+NEAR_PEAK = 0.9
 """Points that are bounded from the start: those so near to the limit; others once a plan is over it there."""
 
 LEAN_GAP, LEAN_SPAN = 0.01, 0.1

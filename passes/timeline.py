@@ -12,7 +12,6 @@ but not looked at for this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -219,28 +218,31 @@ class _Walk:
 
 
 def _add_saved(spans: _Spans, forward: _Walk, backward: _Walk, order: Orders) -> None:
-    """Saved values are held from where they are made to their last read in backward."""
+    """Saved values are held from where they are made to their last read in backward.
+
+    All of a class are one claim, though not all need be read by the same op class first.
+    """
+    uses: dict[Producer, Use] = {}
     for key in order.saved:
         made = 2 * forward.place[key[0]] + 1
-        use = min(backward.reads[key].items(), key=lambda item: item[1].first)[0]
+        first = min(backward.reads[key].items(), key=lambda item: item[1].first)[0]
+        use = uses.setdefault(spans.producer(key), first)
         spans.add(key, "saved", use, (made, backward.offset + backward.last[key]))
 
 
 def _folded(graph: Annotated, ops: list[OpNode], spans: _Spans) -> Timeline:
     """Counts per class, at the points that can be the peak."""
     keys = [key for key in spans.found if not (key[1] in ("made", "flight") and _shares(graph, spans.value[key[0]]))]
-    largest = max((info.numel * info.dtype.itemsize for info in graph.values.values()), default=0)
-    large = np.array([_bytes(graph, spans.value[key[0]]) >= SMALL * largest for key in keys])
-    counts = np.zeros((len(keys), 2 * len(ops) + 1), dtype=np.int64)
-    for row, key in zip(counts, keys, strict=True):
-        found = np.array(spans.found[key])
-        np.add.at(row, found[:, 0], 1)
-        np.add.at(row, found[:, 1] + 1, -1)
-    counts = np.cumsum(counts, axis=1)
-    chosen = _chosen(counts[large], ops)
-    points = [Point(ops[at // 2].klass if at % 2 == 0 else -1, ops[at // 2].name) for at in chosen]
+    largest = max((_bytes(graph, key) for key in graph.values), default=0)
+    large = np.array([_bytes(graph, spans.value[key[0]]) >= SMALL * largest for key in keys], dtype=np.bool_)
+    ends = _ends(ops)
+    counts = np.array([_counts(spans.found[key], ends) for key in keys], dtype=np.int64).reshape(len(keys), -1)
+    chosen = _chosen(counts[large], ends, ops)
+    counts = counts[:, chosen]
+    places = [ends[n] for n in chosen]
+    points = [Point(ops[at // 2].klass if at % 2 == 0 else -1, ops[at // 2].name) for at in places]
     claims: dict[Producer, list[Claim]] = {}
-    for (producer, kind, use), row in zip(keys, counts[:, chosen].astype(np.int64), strict=True):
+    for (producer, kind, use), row in zip(keys, counts, strict=True):
         if row.any():
             claims.setdefault(producer, []).append(Claim(kind, use, row))
     held = [
@@ -249,6 +251,12 @@ def _folded(graph: Annotated, ops: list[OpNode], spans: _Spans) -> Timeline:
         if producer in claims
     ]
     return Timeline(points, held, frozenset(spans.lasting))
+
+
+def _counts(spans: list[Span], positions: list[int]) -> Counts:
+    """Number of spans that each position is in."""
+    starts, ends = np.sort(np.array(spans), axis=0).T
+    return np.searchsorted(starts, positions, "right") - np.searchsorted(ends, positions, "left")
 
 
 def _bytes(graph: Annotated, key: ValueKey) -> float:
@@ -260,36 +268,29 @@ def _shares(graph: Annotated, key: ValueKey) -> bool:
     return op is None or is_view(op.call.target)
 
 
-def _chosen(counts: Counts, ops: list[OpNode]) -> list[int]:
-    """Positions that can be the peak."""
-    places: dict[tuple[int, int], list[int]] = {}
+def _ends(ops: list[OpNode]) -> list[int]:
+    """Positions of the first two and the last two ops of every class that does anything."""
+    places: dict[int, list[int]] = {}
     for t, op in enumerate(ops):
-        for after in (0, 1):
-            places.setdefault((op.klass, after), []).append(2 * t + after)
-    ends = [at for positions in places.values() for at in _ends(counts, positions)]
-    own = {at: ops[at // 2].klass if at % 2 == 0 and _has_own(ops[at // 2]) else -1 for at in ends}
+        if not is_view(op.call.target):
+            places.setdefault(op.klass, []).append(t)
+    kept = {t for ts in places.values() for t in (*ts[:2], *ts[-2:])}
+    return sorted(2 * t + after for t in kept for after in (0, 1))
+
+
+def _chosen(counts: Counts, ends: list[int], ops: list[OpNode]) -> list[int]:
+    """Which of the positions can be the peak."""
+    own = [ops[at // 2].klass if at % 2 == 0 and _has_own(ops[at // 2]) else -1 for at in ends]
     by_point = np.ascontiguousarray(counts.T.astype(np.int32))
-    rows = np.empty((len(ends), len(counts)), dtype=np.int32)
+    rows = np.empty_like(by_point)
     kept: list[int] = []
-    for at in sorted(ends, key=lambda at: (-int(by_point[at].sum()), at)):
-        larger = np.all(rows[: len(kept)] >= by_point[at], axis=1)
-        if not any(own[at] in (-1, own[kept[n]]) for n in np.flatnonzero(larger)):
-            rows[len(kept)] = by_point[at]
-            kept.append(at)
+    total = by_point.sum(axis=1)
+    for n in sorted(range(len(ends)), key=lambda n: (-int(total[n]), n)):
+        larger = np.all(rows[: len(kept)] >= by_point[n], axis=1)
+        if not any(own[n] in (-1, own[kept[m]]) for m in np.flatnonzero(larger)):
+            rows[len(kept)] = by_point[n]
+            kept.append(n)
     return sorted(kept)
-
-
-def _ends(counts: Counts, positions: list[int]) -> Iterable[int]:
-    """Positions of a class without those whose counts are the mean of their neighbours'."""
-    if len(positions) < 3:
-        return positions
-    at = counts[:, positions]
-    bent = np.any(at[:, 2:] + at[:, :-2] != 2 * at[:, 1:-1], axis=0)
-    return [positions[0], *_where(positions[1:-1], bent), positions[-1]]
-
-
-def _where(positions: list[int], chosen: npt.NDArray[np.bool_]) -> Iterator[int]:
-    return (at for at, yes in zip(positions, chosen, strict=True) if yes)
 
 
 def _has_own(op: OpNode) -> bool:

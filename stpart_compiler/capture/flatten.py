@@ -241,6 +241,12 @@ def _output_info(index: int, value: Any) -> OutputInfo:
     return OutputInfo(index, value.name, None) if isinstance(value, fx.Node) else OutputInfo(index, None, value)
 
 
+def _of_summands(node: fx.Node) -> str:
+    """Autograd adds up gradients outside of any module: that of a summand, so that layers that repeat stay alike."""
+    paths = [arg.meta["module_path"] for arg in node.all_input_nodes] if node.meta["is_backward"] else []
+    return next((path for path in paths if path), "")
+
+
 def _annotate(captured: Captured) -> None:
     """Set module_path and is_backward in each node's meta."""
     tangents = {name for _, name in captured.tangents}
@@ -248,7 +254,7 @@ def _annotate(captured: Captured) -> None:
         depends = any(arg.meta["is_backward"] for arg in node.all_input_nodes)
         node.meta["is_backward"] = node.op != "output" and (depends or node.name in tangents)
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        node.meta["module_path"] = module_path(next(reversed(stack.values()))[0]) if stack else ""
+        node.meta["module_path"] = module_path(next(reversed(stack.values()))[0]) if stack else _of_summands(node)
     owners = {info.node: info.name.rpartition(".")[0] for info in (*captured.params, *captured.buffers)}
     for node in captured.gm.graph.find_nodes(op="placeholder"):
         node.meta["module_path"] = owners.get(node.name, "")

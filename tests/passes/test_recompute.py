@@ -1,0 +1,195 @@
+"""Forward run again in backward: exact whatever is run again, chosen where memory is short, predicted to the byte."""
+
+from __future__ import annotations
+
+import json
+from functools import cache, partial
+
+import pytest
+import torch
+from forced import Step, run
+from slow_ranks import CLUSTER, SOLVER
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import stpart_compiler as st
+from stpart_compiler.capture import Captured, capture
+from stpart_compiler.compile import Graphs, Restrictions, Search, annotate, fuse
+from stpart_compiler.cost_models.cluster import load_cluster
+from stpart_compiler.inspect.dump import Dumper
+from stpart_compiler.ir.mesh import parse_mesh
+from stpart_compiler.ir.plan import Plan
+from stpart_compiler.passes.order import marked, may_run_again, orders
+from stpart_compiler.passes.propagate import Annotated
+from stpart_compiler.passes.solve import InfeasibleError
+from stpart_compiler.passes.space import Costs
+from stpart_compiler.passes.strategies import enumerate_strategies, is_contraction
+
+IDS = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+class Loss(nn.Module):
+    """The loss alone of a causal language model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(ids, labels=ids, use_cache=False, return_dict=False)[0]
+        return loss
+
+
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=50, **sizes))
+
+
+def gpt2() -> nn.Module:
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_positions=8, n_embd=16, n_head=4, vocab_size=50, **off))
+
+
+def whole(captured: Captured) -> Annotated:
+    return annotate(captured)
+
+
+def fused(captured: Captured) -> Annotated:
+    found = fuse(annotate(captured), "all")
+    assert found is not None
+    return found
+
+
+@cache
+def step(name: str, with_regions: bool) -> Step:
+    torch.manual_seed(0)
+    model = Loss({"llama": llama, "gpt2": gpt2}[name]()).double()
+    return Step(model, (IDS,), graph=fused if with_regions else whole)
+
+
+@pytest.mark.parametrize("mesh", [1, 2, (2, 2)], ids=str)
+@pytest.mark.parametrize(("name", "with_regions"), [("llama", False), ("llama", True), ("gpt2", False)])
+def test_everything_run_again(name: str, with_regions: bool, mesh: object) -> None:
+    """Products in their last strategy: temporal, with re-layouts around it."""
+    known, grid = step(name, with_regions), parse_mesh(mesh)
+    ops = known.graph.ops
+    heavy = [op for op in ops if is_contraction(op.rule) or op.rule.loops]
+    forced = {op.name: enumerate_strategies(op.rule, grid, op.movable)[-1] for op in heavy}
+    again = frozenset(op.name for op in ops if may_run_again(known.graph, op))
+    assert not [key for key in orders(known.graph, again).saved if key[0] in again]
+    same(run(known, grid, forced, again), run(known, grid, forced))
+
+
+def same(one: tuple[torch.Tensor, dict[str, torch.Tensor]], two: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+    """Bit by bit."""
+    assert torch.equal(one[0], two[0])
+    assert all(torch.equal(grad, two[1][name]) for name, grad in one[1].items())
+
+
+def test_some_run_again() -> None:
+    """Every second op: what is run again reads saved values and such that are made again, also through views."""
+    known = step("llama", False)
+    may = [op.name for op in known.graph.ops if may_run_again(known.graph, op)]
+    expected = run(known, parse_mesh(2), {})
+    for again in (may[::2], may[1::2]):
+        same(run(known, parse_mesh(2), {}, frozenset(again)), expected)
+
+
+class Blocks(nn.Module):
+    """A residual chain with much that is cheap to make again."""
+
+    def __init__(self, depth: int, width: int, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            part = partial(self._block, layer)
+            x = checkpoint(part, x, use_reentrant=False) if self.checkpointed else part(x)
+        return x.square().mean()
+
+    def _block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x + layer(x).sin() * torch.sigmoid(x)
+
+
+@cache
+def blocks(checkpointed: bool = False) -> Graphs:
+    torch.manual_seed(0)
+    x = torch.zeros(64, 8, 32, dtype=torch.float64)
+    captured = capture(Blocks(4, 32, checkpointed).double(), (x,))
+    return Graphs(annotate(captured), Dumper(None))
+
+
+def search(graphs: Graphs, limit: int, mesh: int = 2) -> Plan:
+    costs = Costs(load_cluster(CLUSTER), parse_mesh(mesh))
+    device = torch.device("cpu")
+    return Search(graphs, costs, limit, SOLVER, None, Restrictions(), device, lambda text: None).run()[0]
+
+
+def test_limits() -> None:
+    """As the limit falls, the step takes longer, fits, and more is run again; the least that is named works."""
+    free = search(blocks(), 2**40, mesh=1)
+    assert not free.recompute
+    plans = [free]
+    with pytest.raises(InfeasibleError) as short:
+        search(blocks(), 1000, mesh=1)
+    for part in (0.75, 0.4, 0.0):
+        limit = round(short.value.least + part * (free.memory["peak"] - short.value.least))
+        plan = search(blocks(), limit, mesh=1)
+        assert plan.memory["peak"] <= limit
+        assert plan.memory["solver estimate"] == pytest.approx(plan.memory["peak"], rel=0.02)
+        plans.append(plan)
+    assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
+    assert len(plans[0].recompute) < len(plans[1].recompute) < len(plans[-1].recompute)
+    assert "run again in backward" in plan.summary()
+
+
+def test_kept_in_json() -> None:
+    """A plan from before there was recomputation has none."""
+    plan = search(blocks(checkpointed=True), 2**40)
+    assert plan.recompute
+    assert Plan.from_json(plan.to_json()).recompute == plan.recompute
+    data = json.loads(plan.to_json())
+    del data["recompute"]
+    for row in data["rows"]:
+        del row["again"]
+    assert Plan.from_json(json.dumps(data)).recompute == []
+
+
+@pytest.mark.parametrize(("name", "most"), [("data", 1.05), ("zero3", 1.05), ("megatron", 1.05), ("ring", 1.1)])
+def test_estimate_of_templates(name: str, most: float) -> None:
+    """At this size a block of keys and values under way counts for much."""
+    graphs = Graphs(step("llama", False).graph, Dumper(None))
+    costs = Costs(load_cluster(CLUSTER), parse_mesh(2))
+    found = Search(graphs, costs, 2**40, SOLVER, name, Restrictions(), torch.device("cpu"), lambda text: None)
+    plan, _ = found.run()
+    assert 0.98 <= plan.memory["solver estimate"] / plan.memory["peak"] <= most
+
+
+def test_marks_of_the_user() -> None:
+    """What is inside of a checkpoint is run again, what leaves it is saved."""
+    graph = blocks(checkpointed=True).plain
+    names = marked(graph)
+    assert names
+    plan = search(blocks(checkpointed=True), 2**40)
+    saved = {key[0] for key in orders(graph, frozenset(plan.recompute)).saved}
+    assert set(plan.recompute) <= names
+    assert not saved & names
+    assert plan.memory["peak"] < search(blocks(), 2**40).memory["peak"]
+
+
+def test_plan_for_other_sizes() -> None:
+    torch.manual_seed(0)
+    model = Blocks(2, 32, checkpointed=True).double()
+    compiled = st.compile_model(model, (torch.randn(8, 4, 32).double(),), mesh=2, cluster=CLUSTER, solver=SOLVER)
+    assert compiled.plan.recompute
+    x = torch.randn(6, 4, 32, dtype=torch.float64)
+    again = st.compile_model(model, (x,), mesh=2, cluster=CLUSTER, solver=SOLVER, plan=compiled.plan)
+    assert again.plan.recompute == compiled.plan.recompute
+    result = again.run_in_process(x)
+    model(x).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(result.grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
