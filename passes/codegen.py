@@ -198,7 +198,7 @@ class PhaseEmitter:
 
     def _shown(self, op: OpNode) -> OpNode:
         """The op under the name that its instructions go by."""
-        is_again = self.phase.name == "backward" and op.name not in self.placement.graph.backward
+        is_again = self.phase.name != "forward" and op.name not in self.placement.graph.backward
         return replace(op, name=op.name + AGAIN) if is_again and op.name not in self.phase.views else op
 
     def _made(self, op: OpNode, strategy: Strategy, derived: Derived, operands: list[Value]) -> Sequence[Value | None]:

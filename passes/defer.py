@@ -23,8 +23,9 @@ from stpart_compiler.ir.program import RankProgram, groups_of
 from stpart_compiler.ir.redistribute import Step, redistribute
 from stpart_compiler.ir.rule import SUM
 from stpart_compiler.passes.codegen import PhaseEmitter, Placement
+from stpart_compiler.passes.order import resting
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
-from stpart_compiler.passes.schedule import Need, Phase, Schedule, plan_transfers, resting
+from stpart_compiler.passes.schedule import Need, Phase, Schedule, plan_transfers
 from stpart_compiler.passes.verify import verify_handover, verify_programs
 
 _LOCAL = ("slice", "zero")
@@ -175,9 +176,9 @@ class _Split:
         return made
 
     def accumulate(self) -> Phase:
-        ops = [op for op in self.graph.ops if op.name in self.graph.backward and op.name not in self.tail_names]
+        ops = [op for op in self.backward.ops if op.name not in self.tail_names]
         outputs = [*self._grads(False), *self.sums.items()]
-        phase = replace(self.backward, name="accumulate", ops=ops, outputs=outputs, starts={}, wanted={})
+        phase = replace(self.backward, name="accumulate", ops=ops, outputs=outputs, starts={}, wanted={}, ends={})
         phase.gives_sums = True
         saved = set(self.backward.layout)
         plan_transfers(self.graph, phase, self.placement.derived, resting(self.graph) | saved)

@@ -28,6 +28,9 @@ TEMPLATE_PATIENCE_S = 0.5
 TEMPLATE_GAP = 0.05
 """A template is a yardstick and a first hint: its own best is not worth a long search."""
 
+SETS_TRIED = 8
+"""Number of sets of ops to run again whose memory is worked out before the best is sought near one."""
+
 ALTERNATIVES = 3
 """Number of other strategies a plan row lists."""
 
@@ -113,20 +116,34 @@ class MakePlan:
         return *best[:2], replace(best[2], bound=min(free.lower, best[2].seconds))
 
     def _recomputations(self, space: Space, starts: list[Assignment]) -> dict[frozenset[str], Assignment]:
-        """Sets of ops to run again, with an assignment each: the first of a start's growing sets with which it fits."""
+        """Sets of ops to run again, with an assignment each: the first of a start's growing sets with which it fits.
+
+        Where it fits with none, the one with which it needs least: when too much is run again at once, it is all held
+        at once.
+        """
         found: dict[frozenset[str], Assignment] = {}
+        always = marked(space.graph)
         for start in starts:
-            always = marked(space.graph)
             grown = FindRecompute(space, start, always).run()
             sets = [always | self._names(space.graph, classes) for classes in grown]
-            low, high = 0, len(sets) - 1
-            while low < high:
-                middle = (low + high) // 2
-                fits = self._bytes_with(space, start, sets[middle]) <= self.memory_limit
-                low, high = (low, middle) if fits else (middle + 1, high)
             if sets:
-                found.setdefault(sets[low], start)
+                found.setdefault(sets[self._first_fitting(space, start, sets)], start)
         return found
+
+    def _first_fitting(self, space: Space, start: Assignment, sets: list[frozenset[str]]) -> int:
+        def needs(n: int) -> int:
+            return self._bytes_with(space, start, sets[n])
+
+        tried = range(0, len(sets), -(-len(sets) // SETS_TRIED))
+        sizes = {n: needs(n) for n in tried}
+        fitting = [n for n in tried if sizes[n] <= self.memory_limit]
+        if not fitting:
+            return min(tried, key=sizes.__getitem__)
+        low, high = fitting[0] - tried.step + 1, fitting[0]
+        while max(low, 0) < high:
+            middle = (max(low, 0) + high) // 2
+            low, high = (low, middle) if needs(middle) <= self.memory_limit else (middle + 1, high)
+        return high
 
     def _names(self, graph: Annotated, classes: frozenset[int]) -> frozenset[str]:
         return frozenset(op.name for klass in classes for op in graph.classes[klass])

@@ -6,6 +6,7 @@ of all that rests: they take no place in the order but are made when first asked
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,7 +25,7 @@ Use = tuple[int, int]
 
 @dataclass(frozen=True)
 class Orders:
-    """`forward`, `backward`: ops without the views that are made when asked for, which are in `lazy_*`.
+    """`forward`, `backward`: ops without the views that are made when asked for; of backward they are `lazy_backward`.
 
     Backward has the ops of forward that are run again, each right before the first op that needs it. `resting`: values
     that exist before the step. `saved`: values handed from forward to backward. `results`, `grads`:
@@ -33,7 +34,6 @@ class Orders:
 
     forward: list[OpNode]
     backward: list[OpNode]
-    lazy_forward: frozenset[str]
     lazy_backward: frozenset[str]
     resting: frozenset[ValueKey]
     saved: list[ValueKey]
@@ -49,7 +49,7 @@ NOTHING_AGAIN: frozenset[str] = frozenset()
 def orders(graph: Annotated, again: frozenset[str] = NOTHING_AGAIN) -> Orders:
     """The order of the ops of a step. `again`: names of ops of forward that backward runs again, if it needs them."""
     captured = graph.captured
-    resting = frozenset(key for key, info in graph.values.items() if info.kind != "op")
+    rest = resting(graph)
     nodes = {p.name: p.node for p in captured.params}
     grads: list[tuple[ValueKey, ValueKey]] = []
     for name, grad in captured.grads.items():
@@ -59,25 +59,30 @@ def orders(graph: Annotated, again: frozenset[str] = NOTHING_AGAIN) -> Orders:
     results = [graph.alias[o.node] for o in captured.outputs if o.node]
     results += [graph.alias[node] for node in captured.mutations.values()]
     forward = [op for op in graph.ops if op.name not in graph.backward]
-    lazy_forward = _lazy(graph, resting)
+    lazy_forward = views_of(graph, rest)
     forward = [op for op in forward if op.name not in lazy_forward]
     if not captured.training or not captured.tangents:
-        return Orders(forward, [], lazy_forward, frozenset(), resting, [], results, [], False)
+        return Orders(forward, [], frozenset(), rest, [], results, [], False)
     backward = _read([op for op in graph.ops if op.name in graph.backward], {key for key, _ in grads})
-    remake = _Remake(graph, again, resting)
+    remake = _Remake(graph, again, rest)
     for op in backward:
         remake.add(op)
     for key, _ in grads:
         remake.need(key)
     saved = list(remake.saved)
-    lazy_backward = _lazy(graph, resting | set(saved))
+    lazy_backward = views_of(graph, rest | set(saved))
     backward = [op for op in remake.ops if op.name not in lazy_backward]
-    return Orders(forward, backward, lazy_forward, lazy_backward, resting, saved, results, grads, True)
+    return Orders(forward, backward, lazy_backward, rest, saved, results, grads, True)
 
 
 def may_run_again(graph: Annotated, op: OpNode) -> bool:
     """Whether an op of forward may be run again in backward: it draws nothing, and is no mere view."""
     return op.name not in graph.backward and not draws(op.call) and not is_view(op.call.target)
+
+
+def resting(graph: Annotated) -> frozenset[ValueKey]:
+    """Values that exist before the step."""
+    return frozenset(key for key, info in graph.values.items() if info.kind != "op")
 
 
 def is_heavy(op: OpNode) -> bool:
@@ -101,8 +106,8 @@ def _read(ops: list[OpNode], results: set[ValueKey]) -> list[OpNode]:
     return kept[::-1]
 
 
-def _lazy(graph: Annotated, rest: frozenset[ValueKey] | set[ValueKey]) -> frozenset[str]:
-    """Views of what rests."""
+def views_of(graph: Annotated, rest: AbstractSet[ValueKey]) -> frozenset[str]:
+    """Views of what rests, made when first asked for."""
     lazy: set[str] = set()
     for op in graph.ops:
         if is_view(op.call.target) and op.operands and all(key in rest or key[0] in lazy for key in op.operands):

@@ -101,6 +101,17 @@ class FindRecompute:
             todo += [k for k, r in self.reads[at] if k not in again and ((k, r) not in saved or k == klass)]
         return found
 
+    def _loops(self, again: set[int]) -> bool:
+        """Whether a class would be run again from itself: all layers before one at once, and nothing is saved."""
+        left = {klass: {k for k, _ in self.reads[klass] if k in again} for klass in again}
+        while left:
+            free = [klass for klass, needs in left.items() if not needs & left.keys()]
+            if not free:
+                return True
+            for klass in free:
+                del left[klass]
+        return False
+
     def _bases(self, key: ValueKey) -> Iterator[ValueKey]:
         """The values of ops behind a value and its views; none where it rests."""
         graph = self.space.graph

@@ -8,12 +8,13 @@ what backward runs again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.ir.layout import Layout, replicated
 from stpart_compiler.ir.spacetime import Derived
-from stpart_compiler.passes.order import NOTHING_AGAIN, WAIT_AFTER, Orders, is_heavy, orders
+from stpart_compiler.passes.order import NOTHING_AGAIN, WAIT_AFTER, Orders, is_heavy, orders, views_of
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 
 Need = tuple[ValueKey, Layout]
@@ -69,7 +70,7 @@ class MakeSchedule:
         saved = _saved(graph, order, [*_reads(order.backward, derived), *grads], layout, derived)
         first = Phase("forward", order.forward, [], [*outputs, *saved], views=views)
         first.inputs = [(key, layout(key)) for key in _used(graph, order.forward, first.outputs, rest, views)]
-        _plan_transfers(first, order.lazy_forward, derived, rest)
+        plan_transfers(graph, first, derived, rest)
         if not order.training:
             return Schedule(first, None, [])
         second = Phase("backward", order.backward, [], grads, views=views, layout=dict(saved))
@@ -77,7 +78,7 @@ class MakeSchedule:
         tangents = {name for _, name in graph.captured.tangents}
         second.inputs = [*saved, *((key, layout(key)) for key in used if key[0] not in tangents)]
         second.inputs += [((name, 0), layout((name, 0))) for _, name in graph.captured.tangents]
-        _plan_transfers(second, order.lazy_backward, derived, rest | {key for key, _ in saved})
+        plan_transfers(graph, second, derived, rest | {key for key, _ in saved})
         return Schedule(first, second, saved)
 
 
@@ -133,13 +134,15 @@ def _used(
     return list(found)
 
 
-def _plan_transfers(
-    phase: Phase, lazy: frozenset[str], derived: Callable[[OpNode], Derived], rest: set[ValueKey]
+def plan_transfers(
+    graph: Annotated, phase: Phase, derived: Callable[[OpNode], Derived], rest: AbstractSet[ValueKey]
 ) -> None:
     """Made values move on at once; resting ones (and views of them) one heavy op before their first use.
 
     Results of the phase are waited for a few heavy ops after they are made, so that no more of them are under way.
     """
+    lazy = views_of(graph, rest)
+    phase.ops = [op for op in phase.ops if op.name not in lazy]
     ahead: list[str] = []
     given: dict[str, list[Need]] = {}
     for key, layout in phase.outputs:

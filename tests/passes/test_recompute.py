@@ -142,7 +142,7 @@ def test_limits() -> None:
         assert plan.memory["solver estimate"] == pytest.approx(plan.memory["peak"], rel=0.02)
         plans.append(plan)
     assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
-    assert len(plans[0].recompute) < len(plans[1].recompute) < len(plans[-1].recompute)
+    assert 0 < len(plans[1].recompute) < len(plans[-1].recompute)
     assert "run again in backward" in plan.summary()
 
 
