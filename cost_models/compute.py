@@ -31,6 +31,8 @@ class Call(Protocol):
     @property
     def target(self) -> Any: ...
     @property
+    def args(self) -> Sequence[Any]: ...
+    @property
     def operands(self) -> Sequence[TensorInfo]: ...
     @property
     def results(self) -> Sequence[TensorInfo | None]: ...
@@ -52,6 +54,10 @@ def _linear_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
 
 def _convolution_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
     return 2.0 * math.prod(outs[0]) * math.prod(ins[1][1:])
+
+
+def _transposed_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
+    return 2.0 * math.prod(ins[0]) * math.prod(ins[1][1:])
 
 
 def _convolution_backward_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
@@ -83,11 +89,14 @@ def _attention_flops(query: int, qk_products: int, av_products: int) -> Count:
     return count
 
 
+_TRANSPOSED = "convolution, transposed"
+
 _FLOPS: dict[str, Count] = {
     **{name: _product_flops(0, 1) for name in ("mm", "bmm", "mv", "dot")},
     **{name: _product_flops(1, 2) for name in ("addmm", "baddbmm", "addbmm", "addmv")},
     "linear": _linear_flops,
     "convolution": _convolution_flops,
+    _TRANSPOSED: _transposed_flops,
     "convolution_backward": _convolution_backward_flops,
     "_grouped_mm": _grouped_flops,
     "grouped_mm_fallback": _grouped_flops,
@@ -122,7 +131,10 @@ def flops(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -
 
     `in_shapes`: per tensor operand; `out_shapes`: per result.
     """
-    count = _FLOPS.get(_name(call.target))
+    name = _name(call.target)
+    if name == "convolution" and call.args[6]:
+        name = _TRANSPOSED
+    count = _FLOPS.get(name)
     return count(in_shapes, out_shapes) if count else 0.0
 
 

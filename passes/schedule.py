@@ -126,7 +126,7 @@ def _saved(
         place = layout(base)
         if place.partial:
             place = wanted if base == key else _view_input(graph, key, base, derived)
-        found[base] = place if not place.partial else place.without_partial()
+        found[base] = place.without_partial().without_halo()
     return list(found.items())
 
 

@@ -14,11 +14,11 @@ from functools import cached_property, lru_cache
 from stpart_compiler.cost_models.cluster import Cluster
 from stpart_compiler.cost_models.communication import LinkCost, temporal_seconds
 from stpart_compiler.cost_models.compute import op_seconds
-from stpart_compiler.ir.layout import Atom, Layout, form, max_local_numel, replicated, shard
+from stpart_compiler.ir.layout import Layout, form, max_local_numel, replicated, shard
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.ir.rule import SUM, block_shape
-from stpart_compiler.ir.spacetime import MOVE, Derived, Strategy, derive
+from stpart_compiler.ir.spacetime import MOVE, Derived, Strategy, derive, factor_atom
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
 from stpart_compiler.passes.rules.region import Region
@@ -76,14 +76,7 @@ class Costs:
 
 def block_extents(op: OpNode, strategy: Strategy) -> list[int]:
     """Per factor, the size of the largest block that is computed at once."""
-    return [_largest(Atom(f.size, d)) for f, d in zip(op.rule.factors, strategy.digits, strict=True)]
-
-
-def _largest(atom: Atom) -> int:
-    size = atom.size
-    for digit in atom.digits:
-        size = -(-size // digit.q)
-    return size
+    return [factor_atom(op.rule, strategy, f).largest for f in range(len(op.rule.factors))]
 
 
 def _moving_bytes(op: OpNode, derived: Derived) -> tuple[int, tuple[str, ...]]:

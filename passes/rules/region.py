@@ -152,6 +152,7 @@ class _Dims:
         for j, op in enumerate(body):
             for f, factor in enumerate(op.rule.factors):
                 self._add(("op", j, f), factor.size)
+            self.whole.update(("op", j, f) for f in op.rule.windowed)
         for j, op in enumerate(body):
             for source, tensor in zip(op.sources, op.rule.inputs, strict=True):
                 self._join(j, op.rule, source, tensor)
