@@ -14,54 +14,31 @@ from typing import Any
 import torch
 
 from stpart_compiler.ir.rule import PARALLEL, SUM, WHOLE, DimMap, OpRule, TensorMap
-from stpart_compiler.ir.window import Range, Window, strided, transposed
+from stpart_compiler.ir.window import Range, Window
 from stpart_compiler.passes.rules.factors import Factors, result
 from stpart_compiler.passes.rules.registry import Block, LocalCall, OpCall, localized, rule
-from stpart_compiler.passes.rules.windows import Margin, each, margins, padding, places, spans
+from stpart_compiler.passes.rules.windows import Geometry, Margin, each, margins, padding, places, spans
 from stpart_compiler.runtime import window_ops
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """How far apart, and where, places of an image are read: numbers per dim of the places."""
+class Convolution(Geometry):
+    """`transposed`: places of the image are written, not read, by the kernel."""
 
-    kernel: list[int]
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    output_padding: list[int]
     transposed: bool
     groups: int
 
-    @property
-    def spans(self) -> list[int]:
-        """How far the kernel reaches, dilation included."""
-        return [d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
 
-    def windows(self, out: Sequence[int]) -> list[Window]:
-        """Through which a result with places of the sizes `out` reads its image."""
-        kind = transposed if self.transposed else strided
-        return [kind(*numbers) for numbers in zip(out, self.stride, self.padding, self.spans, strict=True)]
-
-
-def geometry(args: Sequence[Any], kernel: Sequence[int]) -> Geometry:
+def geometry(args: Sequence[Any], kernel: Sequence[int]) -> Convolution:
     """Of the arguments of a convolution, or of its backward, from the stride on."""
-    stride, pad, dilation, is_transposed, output_padding, groups = args[:6]
+    stride, pad, dilation, is_transposed, _, groups = args[:6]
     n = len(kernel)
-    return Geometry(
-        list(kernel),
-        each(stride, n),
-        each(pad, n),
-        each(dilation, n),
-        each(output_padding, n),
-        bool(is_transposed),
-        int(groups),
-    )
+    return Convolution(list(kernel), each(stride, n), each(pad, n), each(dilation, n), bool(is_transposed), int(groups))
 
 
-def _geometry(call: OpCall) -> Geometry:
+def _geometry(call: OpCall) -> Convolution:
     """Operand 1 of a convolution is the weight, operand 2 of a backward."""
     at, weight = (3, 1) if call.target is aten.convolution.default else (4, 2)
     return geometry(call.args[at:], call.operands[weight].shape[2:])
@@ -89,7 +66,7 @@ def _maps(call: OpCall, image: int, out: tuple[int, ...], kinds: dict[str, str])
     i = factors.dim(x.shape[1] // at.groups, kinds["i"], "i")
     o = factors.dim(out[1] // at.groups, kinds["o"], "o")
     kernel = factors.dims(at.kernel, WHOLE)
-    made, read = places(factors, at.windows(out[2:]), x.shape[2:], [kinds["p"]] * len(at.kernel))
+    made, read = places(factors, at.windows(out[2:], back=at.transposed), x.shape[2:], [kinds["p"]] * len(at.kernel))
     outer, inner = ((*g, *i), o) if at.transposed else ((*g, *o), i)
     return _Maps(factors, (n, (*g, *i), *read), (outer, inner, *kernel), (n, (*g, *o), *made))
 
@@ -128,7 +105,7 @@ def convolution_block(call: OpCall, block: Block) -> LocalCall:
         target = window_ops.cropped_convolution
     else:
         margin, pad = _pads(at, at.windows(result(call).shape[2:]), image, out)
-        target, extra = window_ops.padded_convolution, at.output_padding
+        target, extra = window_ops.padded_convolution, call.args[7]
     args = (*call.args[:2], None, at.stride, pad, at.dilation, at.transposed, extra, groups)
     if not any(margin):
         return call.target, args, {}

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from stpart_compiler.ir.rule import HALO, WHOLE, DimMap, Factor, TensorMap
-from stpart_compiler.ir.window import Range, Window
+from stpart_compiler.ir.window import Range, Window, strided, transposed
 from stpart_compiler.passes.rules.factors import Factors
 from stpart_compiler.passes.rules.registry import Block
 
 Margin = tuple[int, int]  # positions before and after a block
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How far apart, and where, places of an image are read: numbers per dim of the places."""
+
+    kernel: list[int]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+
+    @property
+    def spans(self) -> list[int]:
+        """How far the kernel reaches, dilation included."""
+        return [d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
+
+    def windows(self, sizes: Sequence[int], *, back: bool = False) -> list[Window]:
+        """Through which results of `sizes` read their image; or, `back`, those of the image the results."""
+        kind = transposed if back else strided
+        return [kind(*numbers) for numbers in zip(sizes, self.stride, self.padding, self.spans, strict=True)]
 
 
 def places(

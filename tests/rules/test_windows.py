@@ -7,7 +7,7 @@ blocks; the gradients of the graph are autograd's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -103,7 +103,38 @@ def convolutions(draw: st.DrawFn) -> tuple[Function, tuple[torch.Tensor, ...]]:
     return lambda x, w: op(x, w, None, stride, padding, longer, groups, dilation), (x, weight)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(convolutions())
 def test_convolutions_and_their_gradients_hold_on_windows(case: tuple[Function, tuple[torch.Tensor, ...]]) -> None:
+    check_places(*case)
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> tuple[Function, tuple[torch.Tensor, ...]]:
+    """Largest values, some of them equal or infinite, and averages by every way to count; with and without a batch."""
+    n = draw(st.integers(2, 3))
+
+    def numbers(low: int, high: Sequence[int]) -> list[int]:
+        return [draw(st.integers(low, most)) for most in high]
+
+    kernel, stride = numbers(1, [4] * n), numbers(1, [3] * n)
+    padding = numbers(0, [k // 2 for k in kernel])
+    largest, ceil = draw(st.booleans()), draw(st.booleans())
+    dilation = numbers(1, [2 if largest else 1] * n)
+    spans = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+    sizes = [draw(st.integers(max(1, span - 2 * p), 12)) for span, p in zip(spans, padding, strict=True)]
+    torch.manual_seed(0)
+    x = torch.randn(2, 2, *sizes, dtype=torch.float64)
+    if largest:
+        x = x.round() if draw(st.booleans()) else x.masked_fill(x < 0.5, -torch.inf)
+        op = (F.max_pool2d, F.max_pool3d)[n - 2]
+        return lambda x: op(x, kernel, stride, padding, dilation, ceil), (x[0] if draw(st.booleans()) else x,)
+    op = (F.avg_pool2d, F.avg_pool3d)[n - 2]
+    count, divisor = draw(st.booleans()), draw(st.sampled_from([None, None, 3]))
+    return lambda x: op(x, kernel, stride, padding, ceil, count, divisor), (x,)
+
+
+@settings(max_examples=50)
+@given(pools())
+def test_pools_and_their_gradients_hold_on_windows(case: tuple[Function, tuple[torch.Tensor, ...]]) -> None:
     check_places(*case)
