@@ -58,9 +58,9 @@ def spans(block: Block, dims: Sequence[DimMap]) -> list[Range]:
 
 
 def margins(window: Window, read: Range, made: Range) -> Margin:
-    """How many positions before and after `read` the positions `made` read."""
+    """How many positions before and after `read` the positions `made` read; negative where they leave some out."""
     low, high = window.reach(made)
-    return read[0] - low, max(0, high - read[1])
+    return read[0] - low, high - read[1]
 
 
 def each(value: int | Sequence[int], count: int) -> list[int]:

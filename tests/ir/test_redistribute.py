@@ -120,7 +120,7 @@ def through_windows(draw: st.DrawFn, layouts: Layouts, mesh: Mesh, shape: tuple[
     return Layout(tuple(dims), made.partial)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(data=st.data(), mesh=st.sampled_from(MESHES), shape=st.lists(SIZES, min_size=1, max_size=2).map(tuple))
 def test_every_layout_becomes_one_of_halos(
     data: st.DataObject, mesh: Mesh, shape: tuple[int, ...], layouts: Layouts

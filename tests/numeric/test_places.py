@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from forced import Step, is_exact, run
+from slow_ranks import SOLVER
 from torch import nn
+from zoo import ConformerBlock
 
+import stpart_compiler as st
+from stpart_compiler.cost_models.cluster import Device, Link
 from stpart_compiler.ir.layout import form
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.spacetime import Strategy
@@ -15,20 +21,22 @@ from stpart_compiler.passes.strategies import enumerate_strategies
 
 
 def images() -> Step:
-    """Two dims of places: strided, dilated, grouped, padded unevenly; sizes that no mesh divides; a single image."""
+    """Two dims of places: strided, dilated, grouped, pooled; sizes that no mesh divides; a single image."""
     torch.manual_seed(0)
     first = nn.Conv2d(2, 4, (3, 5), stride=(2, 1), padding=(1, 2))
     second = nn.Conv2d(4, 4, 3, padding=(2, 0), dilation=(2, 1), groups=2)
-    model = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.ConvTranspose2d(4, 2, 3, stride=2)).double()
-    return Step(model, (torch.randn(1, 2, 9, 7, dtype=torch.float64),), _loss)
+    pools = nn.MaxPool2d(3, stride=2, padding=1), nn.AvgPool2d(2, stride=1, padding=1, count_include_pad=False)
+    last = nn.ConvTranspose2d(4, 2, 3, stride=2)
+    model = nn.Sequential(first, nn.Tanh(), pools[0], second, nn.Tanh(), pools[1], last).double()
+    return Step(model, (torch.randn(1, 2, 15, 11, dtype=torch.float64),), _loss)
 
 
 def signals() -> Step:
-    """One dim of places: a kernel wider than a block, then a depthwise one, then one that skips places."""
+    """One dim of places: a kernel wider than a block, a causal depthwise one, one that skips places."""
     torch.manual_seed(0)
-    first, depthwise = nn.Conv1d(2, 3, 7, padding=3), nn.Conv1d(3, 3, 4, padding=2, groups=3)
-    model = nn.Sequential(first, nn.Tanh(), depthwise, nn.Tanh(), nn.Conv1d(3, 2, 1, stride=3)).double()
-    return Step(model, (torch.randn(2, 2, 8, dtype=torch.float64),), _loss)
+    depthwise = nn.ConstantPad1d((3, 0), 0.0), nn.Conv1d(3, 3, 4, groups=3)
+    model = nn.Sequential(nn.Conv1d(2, 3, 7, padding=3), nn.Tanh(), *depthwise, nn.Tanh(), nn.Conv1d(3, 2, 1, stride=3))
+    return Step(model.double(), (torch.randn(2, 2, 8, dtype=torch.float64),), _loss)
 
 
 def _loss(out: torch.Tensor) -> torch.Tensor:
@@ -47,7 +55,7 @@ def cuts_places(op: OpNode, strategy: Strategy) -> bool:
     return any(strategy.digits[f] for f in places(op))
 
 
-@pytest.mark.parametrize("spec", [2, 3, 4, (2, 2)], ids=str)
+@pytest.mark.parametrize("spec", [3, 4, (2, 2)], ids=str)
 @pytest.mark.parametrize("name", STEPS)
 def test_every_strategy_that_cuts_places(name: str, spec: object) -> None:
     """Several ops at once: the i-th strategy of each."""
@@ -74,5 +82,49 @@ def test_both_dims_of_places_over_a_square_mesh() -> None:
     forced = {op.name: along(op, mesh, {"p0": "r", "p1": "c"}) for op in step.graph.ops if places(op)}
     tanh = [op for op in step.graph.ops if "tanh" in op.name]
     forced |= {op.name: along(op, mesh, {"b": "r", "c": "c"}) for op in tanh}
-    assert len(forced) == 8 + len(tanh)
+    assert len(forced) == 12 + len(tanh)
     assert is_exact(step, *run(step, mesh, forced))
+
+
+SLOW_LINKS = st.Cluster(
+    "slow links", Device("slow", "cpu", (("float64", 1e8),), 2**34, 1e9), ((None, Link(1e-6, 2e7)),)
+)
+
+
+class Residual(nn.Module):
+    """A stem with max pooling, a residual block with BatchNorm, and a head over the mean of the places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
+        self.block = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3))
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.head((x + self.block(x)).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "mesh", "halos"),
+    [(Residual(), (1, 3, 34, 30), (2, 2), "34@r+halo, 30@c+halo"), (ConformerBlock(), (1, 26, 16), 4, "26@d+halo")],
+    ids=["residual", "conformer"],
+)
+def test_a_batch_of_one_is_cut_by_places(
+    model: nn.Module, shape: tuple[int, ...], mesh: int | tuple[int, int], halos: str
+) -> None:
+    """The solver does so where ranks would be idle or whole images would travel."""
+    torch.manual_seed(0)
+    model = model.double()
+    single = copy.deepcopy(model)
+    x = torch.randn(shape, dtype=torch.float64)
+    compiled = st.compile_model(model, (x,), loss_fn=_loss, mesh=mesh, cluster=SLOW_LINKS, solver=SOLVER)
+    read = [layout for row in compiled.plan.rows if "conv" in row.op for layout in row.inputs]
+    assert any(halos in layout for layout in read), read
+    result = compiled.run_in_process(x)
+    loss = _loss(single(x))
+    loss.backward()
+    assert result.loss is not None
+    torch.testing.assert_close(result.loss, loss.detach(), rtol=1e-10, atol=1e-10)
+    for name, param in single.named_parameters():
+        torch.testing.assert_close(result.grads[name], param.grad, rtol=1e-10, atol=1e-10)
