@@ -149,6 +149,21 @@ def test_a_halo_costs_what_its_rows_cost() -> None:
         assert (traffic.kind, traffic.sent, traffic.received, traffic.messages) == ("exchange", 20, 20, 2)
         summed = redistribute(shard((rows, 10), {}, (D,)), near, LINE, PlainCost(0.0))
         assert [step.kind for step in summed.steps] == ["reduce_scatter", "exchange"]
+        assert redistribution_cost(shard((rows, 10), {0: (D,)}), near, LINE, 8) == pytest.approx(2 * 10e-6 + 160 / 10e9)
+
+
+def test_blocks_that_overlap_are_no_parts_of_a_collective() -> None:
+    """Two blocks of four of eight rows, as many as there are, but they share two and lack two."""
+    mesh = parse_mesh(2)
+    d = form(2, d=1)
+    windows = Layout(((Atom(8, (d,), Window(2, 2, 1, 0, 3)),), (Atom(4),)))
+    for source in (shard((8, 4), {}, (d,)), shard((8, 4), {1: (d,)})):
+        plan = redistribute(source, windows, mesh, PlainCost(0.0))
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.randn(8, 4, dtype=torch.float64, generator=generator)
+        results = run_lockstep(programs(plan, mesh), [[part] for part in split(whole, source, mesh, generator)])
+        for rank, (got,) in enumerate(results):
+            torch.testing.assert_close(got, take(whole, windows, mesh, rank), rtol=0, atol=1e-12)
 
 
 @settings(max_examples=300)

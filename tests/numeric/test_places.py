@@ -86,6 +86,32 @@ def test_both_dims_of_places_over_a_square_mesh() -> None:
     assert is_exact(step, *run(step, mesh, forced))
 
 
+class Branches(nn.Module):
+    """Two convolutions of one sum over channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum, self.one, self.two = (nn.Conv1d(4, 4, 3, stride, 1, bias=False) for stride in (1, 2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.sum(x)
+        return self.one(x) * self.two(x)
+
+
+def test_a_pending_sum_that_backward_reads_through_a_window_is_saved_without_its_halo() -> None:
+    """Other ops of backward read it too, and nothing can be sent of blocks that overlap."""
+    torch.manual_seed(0)
+    step, mesh = Step(Branches().double(), (torch.randn(1, 4, 9, dtype=torch.float64),), _loss), parse_mesh(3)
+    products = [op for op in step.graph.ops if places(op)]
+    gradients = [op for op in products if len(op.operands) == 3]
+    total = (products[0].name, 0)
+    one, _ = (op for op in gradients if total in op.operands)
+    assert is_exact(
+        step,
+        *run(step, mesh, {total[0]: along(products[0], mesh, {"i": "d"}), one.name: along(one, mesh, {"p0": "d"})}),
+    )
+
+
 SLOW_LINKS = st.Cluster(
     "slow links", Device("slow", "cpu", (("float64", 1e8),), 2**34, 1e9), ((None, Link(1e-6, 2e7)),)
 )

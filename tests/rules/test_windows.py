@@ -140,6 +140,11 @@ def test_pools_and_their_gradients_hold_on_windows(case: tuple[Function, tuple[t
     check_places(*case)
 
 
+def test_where_the_largest_value_is_when_all_are_infinite() -> None:
+    """It is a place of the image, not of its padding."""
+    check_places(lambda x: F.max_pool2d(x, 3, 2, 1), (torch.full((1, 1, 7, 8), -torch.inf, dtype=torch.float64),))
+
+
 @settings(max_examples=20)
 @given(st.lists(st.integers(3, 9), min_size=1, max_size=2), st.data())
 def test_zeros_around_a_block_and_their_gradients_hold_on_windows(sizes: list[int], data: st.DataObject) -> None:
