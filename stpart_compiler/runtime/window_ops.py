@@ -6,6 +6,7 @@ padding takes them, the last dim first, (before, after) each; negative widths cu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,8 +105,8 @@ def avg_pool_block(
 ) -> torch.Tensor:
     """Averages over the windows of a block x [..., places]."""
     pool = aten.avg_pool2d if len(kernel) == 2 else aten.avg_pool3d
-    total: torch.Tensor = pool(_around(x, margins), kernel, stride, 0, False, True, 1)
-    return total / (divisor or _counts(total, counted, with_padding))
+    out: torch.Tensor = pool(_around(x, margins), kernel, stride)
+    return out * _ratio(out, counted, with_padding, divisor)
 
 
 def avg_pool_backward_block(
@@ -120,18 +121,25 @@ def avg_pool_backward_block(
     """Gradient of the image from grad [..., places of averages], with the margins cut off."""
     n = len(kernel)
     backward = aten.avg_pool2d_backward if n == 2 else aten.avg_pool3d_backward
-    share = grad / (divisor or _counts(grad, counted, with_padding))
+    share = grad * _ratio(grad, counted, with_padding, divisor)
     sizes = [s * (count - 1) + k for count, s, k in zip(grad.shape[-n:], stride, kernel, strict=True)]
     image = grad.new_empty((*grad.shape[:-n], *sizes))
-    return _around(backward(share, image, kernel, stride, [0] * n, False, True, 1), margins)
+    return _around(backward(share, image, kernel, stride, [0] * n, False, True, None), margins)
 
 
-def _counts(like: torch.Tensor, counted: Sequence[Counted], with_padding: bool) -> torch.Tensor:
-    """How many places each average is over: one dim of the result for each of `counted`."""
+def _ratio(
+    like: torch.Tensor, counted: Sequence[Counted], with_padding: bool, divisor: int | None
+) -> torch.Tensor | float:
+    """Places of a kernel for each that an average is over: averages over whole kernels, which do not overflow where
+    sums would, are made first. One dim of the result for each of `counted`.
+    """
+    whole = math.prod(kernel for *_, kernel, _, _ in counted)
+    if divisor is not None:
+        return whole / divisor
     total = like.new_ones(())
     for low, high, size, kernel, stride, padding in counted:
         start = torch.arange(low, high, device=like.device) * stride - padding
         stop = (start + kernel).clamp(max=size + padding)
         inside = stop - start if with_padding else stop.clamp(max=size) - start.clamp(min=0)
         total = total[..., None] * inside.to(like.dtype)
-    return total
+    return whole / total
