@@ -101,6 +101,11 @@ _FLOPS: dict[str, Count] = {
     "_grouped_mm": _grouped_flops,
     "grouped_mm_fallback": _grouped_flops,
     "grouped_mm_fallback_backward": _grouped_backward_flops,
+    # what generated programs call on blocks
+    "grouped_block": _grouped_flops,
+    "grouped_backward_block": _grouped_backward_flops,
+    "attention_block": _attention_flops(0, 1, 1),
+    "attention_backward_block": _attention_flops(1, 3, 2),
 }
 # Backward recomputes QK^T, then makes dQ and dK from the scores, and dV and the scores' gradient from the values.
 _KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
@@ -111,7 +116,13 @@ _FLOPS["scaled_dot_product_attention"] = _attention_flops(0, 1, 1)
 
 _VIEWS = frozenset({"_unsafe_view", "reshape", "getitem", "lift_fresh", "lift_fresh_copy"})
 # Of these ops' first operand (a table) only the rows that are looked up are read.
-_LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
+_LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "embedding_block", "gather_block"})
+# Of these ops' first operand only the dtype or shape is looked at.
+_LIKE = frozenset(
+    {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
+    | {"zero_beside", "zeros_beside", "full_beside"}
+)
+_EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
 
 
 @lru_cache(maxsize=4096)
@@ -140,11 +151,13 @@ def flops(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -
 
 def moved_bytes(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> float:
     """Bytes that the op reads and writes, each operand and result once; 0 for views."""
-    if is_view(call.target):
+    if is_view(call.target) or _name(call.target) in _EMPTY:
         return 0.0
     results = zip(call.results, out_shapes, strict=True)
     written = sum(math.prod(shape) * result.dtype.itemsize for result, shape in results if result is not None)
     read = [math.prod(shape) * info.dtype.itemsize for info, shape in zip(call.operands, in_shapes, strict=True)]
+    if read and _name(call.target) in _LIKE:
+        read[0] = 0
     if read and _name(call.target) in _LOOKUPS:
         read[0] = min(read[0], written)
     return float(sum(read) + written)
@@ -152,7 +165,7 @@ def moved_bytes(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Sha
 
 def op_seconds(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape], cluster: Cluster) -> float:
     """Seconds of one op on blocks of `in_shapes` (per tensor operand) and `out_shapes` (per result)."""
-    if is_view(call.target):
+    if is_view(call.target) or _name(call.target) in _EMPTY:
         return 0.0
     device = cluster.device
     traffic = moved_bytes(call, in_shapes, out_shapes) / device.memory_bandwidth
@@ -160,3 +173,8 @@ def op_seconds(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shap
     if not work:
         return traffic + device.launch_overhead
     return max(traffic, device.matmul_seconds(work, call.operands[0].dtype)) + device.launch_overhead
+
+
+def copy_seconds(nbytes: float, cluster: Cluster) -> float:
+    """Seconds to copy a tensor of `nbytes`: it is read and written."""
+    return 2 * nbytes / cluster.device.memory_bandwidth + cluster.device.launch_overhead

@@ -111,6 +111,12 @@ def test_a_lookup_reads_only_the_rows_it_needs():
     assert moved_bytes(lookup, [table, ids], [out]) == 4 * (2 * 3 * 64 + 3)
 
 
+def test_what_a_tensor_is_made_like_is_not_read():
+    like, out = (100, 1000), (10, 1000)
+    assert moved_bytes(call(aten.new_zeros.default, [like], [out]), [like], [out]) == 4 * 10 * 1000
+    assert moved_bytes(call(aten.new_empty.default, [like], [out]), [like], [out]) == 0
+
+
 def test_results_that_are_no_tensors_and_empty_blocks():
     shape = (0, 8)
     op = replace(call(aten.mm.default, [shape, (8, 8)], [shape]), results=(None, Operand(0, shape, torch.float32)))
