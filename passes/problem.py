@@ -10,12 +10,16 @@ from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.cost_models.memory import parameter_bytes
 from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.redistribute import redistribute
+from stpart_compiler.passes.overlap import Overlap
 from stpart_compiler.passes.quotient import Edge
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.space import Choices, Space, block_extents, layouts_of, needs_of
 
 FORBIDDEN = 10**12
 """Price in ns of a re-layout that a template rules out."""
+
+HIDDEN_SHARE = 0.02
+"""Part of a transfer that is paid for though compute hides it: of two plans equally fast, the one that sends less."""
 
 Assignment = dict[int, int]
 
@@ -237,10 +241,11 @@ def _price_uses(problem: Problem, weights_stay: bool) -> None:
 
 
 class _Prices:
-    """Numbers layouts and prices re-layouts between them, each table of them once."""
+    """Numbers layouts and prices re-layouts between them, each table of them once: what compute does not hide."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
+        self.overlap = Overlap(space)
         self.numbers: dict[Layout, int] = {}
         self.tables: dict[object, list[list[int]]] = {}
 
@@ -249,14 +254,21 @@ class _Prices:
         to_root, targets, to_members = needs_of(self.space, edge)
         from_ids, to_ids = self._ids(sources), self._ids(targets)
         itemsize = edge.value.dtype.itemsize
-        key = (tuple(from_ids), tuple(to_ids), itemsize)
+        hidden = self.overlap.seconds(edge)
+        key = (tuple(from_ids), tuple(to_ids), itemsize, hidden)
         if key not in self.tables:
-            relayout = self.space.costs.relayout
-            self.tables[key] = [[_ns(relayout(a, b, itemsize)) for b in targets] for a in sources]
+            self.tables[key] = [[_ns(self._exposed(a, b, itemsize, hidden)) for b in targets] for a in sources]
         price = self.tables[key]
         if weights_stay and from_root is not None and from_root < 0:
             price = self._forbidden(sources, targets, price)
         return Use(edge, from_root, sources, from_members, to_root, targets, to_members, price, from_ids, to_ids)
+
+    def _exposed(self, source: Layout, target: Layout, itemsize: int, hidden: float) -> float:
+        costs = self.space.costs
+        transfer = costs.relayout(source, target, itemsize)
+        return max(HIDDEN_SHARE * transfer, transfer - hidden) + (
+            costs.repacking(source, target, itemsize) if transfer else 0.0
+        )
 
     def _ids(self, layouts: list[Layout]) -> list[int]:
         return [self.numbers.setdefault(layout, len(self.numbers)) for layout in layouts]

@@ -20,6 +20,9 @@ from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.placement import Box, Cuts, Pair, PairAtom, Placed, Tables, is_windowed, tables
 from stpart_compiler.ir.relayout import Flow, Groups, Leg, Sizes, Traffic, find_flow, find_leg
 
+FEWER_STEPS = 1.1
+"""How much dearer a path of fewer steps that moves no more may be: only the first step runs beside compute."""
+
 PLAN_ITEMSIZE = 4  # bytes an element by which paths are compared
 
 
@@ -251,8 +254,11 @@ def _cheapest(table: Tables, pattern: _Pattern, scale: int, cost: StepCost) -> t
     if len(paths) == 1:
         return _seconds(paths[0].charges, scale * PLAN_ITEMSIZE, cost), paths[0]
     seconds = [_seconds(path.charges, scale * PLAN_ITEMSIZE, cost) for path in paths]
-    best = min(seconds)
-    return best, paths[seconds.index(best)]
+    least = min(seconds)
+    moved = [sum(charge[2] for charge in path.charges) for path in paths]
+    most = moved[seconds.index(least)]
+    best = next(i for i, price in enumerate(seconds) if price <= FEWER_STEPS * least and moved[i] <= most)
+    return seconds[best], paths[best]
 
 
 def _distinct(paths: Iterator[_Path]) -> tuple[_Path, ...]:
