@@ -102,6 +102,9 @@ _FLOPS: dict[str, Count] = {
     "grouped_mm_fallback": _grouped_flops,
     "grouped_mm_fallback_backward": _grouped_backward_flops,
     # what generated programs call on blocks
+    "padded_convolution": _convolution_flops,
+    "cropped_convolution": _transposed_flops,
+    "padded_weight_gradient": _convolution_backward_flops,
     "grouped_block": _grouped_flops,
     "grouped_backward_block": _grouped_backward_flops,
     "attention_block": _attention_flops(0, 1, 1),

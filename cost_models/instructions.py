@@ -28,6 +28,7 @@ class _Call:
     """An instruction as `op_seconds` sees it."""
 
     target: Any
+    args: tuple[Any, ...]
     operands: tuple[Value, ...]
     results: tuple[Value | None, ...]
 
@@ -76,7 +77,7 @@ class InstructionCost:
             seconds = copy_seconds(operands[0].nbytes, self.cluster) if copies else 0.0
         else:
             shapes = [value.shape for value in operands], [value.shape if value else () for value in instr.outs]
-            seconds = op_seconds(_Call(target, operands, instr.outs), *shapes, self.cluster)
+            seconds = op_seconds(_Call(target, args, operands, instr.outs), *shapes, self.cluster)
         return _Price(seconds, tuple(None if y is None or y.is_contiguous() else y.stride() for y in results))
 
 
