@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib import resources
 from itertools import pairwise
@@ -23,6 +23,9 @@ from stpart_compiler.ir.mesh import Mesh
 Curve = tuple[tuple[float, float], ...]
 
 _GENERIC = {"cpu": "cpu-gloo", "cuda": "gpu-generic"}
+SOURCED = ("memory", "peak_flops", "memory_bandwidth", "launch_overhead", "matmul_efficiency", "links")
+"""What a cluster file may name the source of: vendor's figure, measured, fitted (and to what), or assumed."""
+
 _FALLBACK_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -95,22 +98,26 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What one rank has towards others: `latency` in seconds a message, `bandwidth` in bytes/s each direction.
+    """What a rank has towards others: `latency` in seconds a message, `bandwidth` in bytes/s each direction.
 
-    Not `full_duplex`: both directions share the bandwidth.
+    Not `full_duplex`: both directions share the bandwidth. `shared_by`: so many ranks (0..n-1, n..2n-1, ...) send and
+    receive over one such link together, like those of a host over its network card; its bandwidth is theirs together.
 
     Raises:
-        ValueError: the bandwidth is not positive or the latency negative.
+        ValueError: the bandwidth is not positive, the latency negative, or no rank has the link.
     """
 
     latency: float
     bandwidth: float
     full_duplex: bool = True
+    shared_by: int = 1
 
     def __post_init__(self) -> None:
         _check_positive("link: bandwidth", self.bandwidth)
         if not (math.isfinite(self.latency) and self.latency >= 0):
             raise ValueError(f"link: latency is {self.latency}; expected seconds >= 0")
+        if self.shared_by < 1:
+            raise ValueError(f"link: shared_by is {self.shared_by}; expected the number of ranks on one link, >= 1")
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ class Cluster:
     """Equal devices and their links: `levels` from innermost outwards, each (ranks joined, link).
 
     Ranks i and j are joined by the first level with i // ranks == j // ranks. `ranks` None: any number (outermost).
+    `sources`: where figures come from, by their names in `SOURCED`.
 
     Raises:
         ValueError: there is no level, or a level does not hold a whole number of groups of the level inside it.
@@ -126,6 +134,7 @@ class Cluster:
     name: str
     device: Device
     levels: tuple[tuple[int | None, Link], ...]
+    sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -136,6 +145,15 @@ class Cluster:
         sizes = [ranks for ranks, _ in self.levels if ranks is not None]
         if any(size < 1 for size in sizes) or any(outer % inner for inner, outer in pairwise(sizes)):
             raise ValueError(f"cluster {self.name!r}: levels join {sizes} ranks; each must be a multiple of the last")
+        for name, _ in self.sources:
+            if name not in SOURCED:
+                raise ValueError(f"cluster {self.name!r}: sources.{name} is unknown; known: {', '.join(SOURCED)}")
+        for number, (ranks, link) in enumerate(self.levels):
+            if ranks is not None and ranks % link.shared_by:
+                raise ValueError(
+                    f"cluster {self.name!r}: links[{number}] joins {ranks} ranks, {link.shared_by} of which share one"
+                    " link (shared_by); expected a divisor of the ranks joined"
+                )
 
     @property
     def max_ranks(self) -> int | None:
@@ -155,10 +173,24 @@ class Cluster:
     def link_for(self, axes: Iterable[str], mesh: Mesh) -> Link:
         """Slowest link between ranks that differ in `axes` alone; without axes the innermost one.
 
+        Its bandwidth is what one group of such ranks gets while all of them communicate: on a link that ranks of
+        several groups share, an equal part of it.
+
         Raises:
             ValueError: an axis is not in the mesh, or the mesh has more ranks than the cluster.
         """
         return _link_for(self, frozenset(axes), mesh)
+
+    def level_between(self, one: int, two: int) -> int:
+        """Index of the innermost level that joins two ranks.
+
+        Raises:
+            ValueError: no level joins them.
+        """
+        for number, (ranks, _) in enumerate(self.levels):
+            if ranks is None or one // ranks == two // ranks:
+                return number
+        raise ValueError(f"cluster {self.name!r} joins {self.max_ranks} ranks; no link between ranks {one} and {two}")
 
 
 @lru_cache(maxsize=4096)
@@ -174,7 +206,19 @@ def _link_for(cluster: Cluster, axes: frozenset[str], mesh: Mesh) -> Link:
     crossed = 0
     while not _joins(cluster.levels[crossed][0], spans):
         crossed += 1
-    return min((link for _, link in cluster.levels[: crossed + 1]), key=lambda link: (link.bandwidth, -link.latency))
+    links = [_share_of(link, axes, mesh) for _, link in cluster.levels[: crossed + 1]]
+    return min(links, key=lambda link: (link.bandwidth, -link.latency))
+
+
+def _share_of(link: Link, axes: frozenset[str], mesh: Mesh) -> Link:
+    """The link as one of the groups sees it that differ in `axes` and have ranks on it."""
+    if link.shared_by == 1:
+        return link
+    groups: dict[int, set[tuple[int, ...]]] = {}
+    for rank, coords in enumerate(mesh.coords):
+        group = tuple(at for axis, at in coords.items() if axis not in axes)
+        groups.setdefault(rank // link.shared_by, set()).add(group)
+    return replace(link, bandwidth=link.bandwidth / max(map(len, groups.values())), shared_by=1)
 
 
 def _joins(ranks: int | None, spans: list[tuple[int, int]]) -> bool:
@@ -235,8 +279,9 @@ def parse_cluster(text: str, source: str) -> Cluster:
     root = read_toml(text, source)
     device = root.table("device")
     levels = tuple((level.optional_integer("ranks"), _link(level)) for level in root.tables("links"))
+    sources = root.optional_table("sources").strings()
     try:
-        cluster = Cluster(root.string("name"), _device(device), levels)
+        cluster = Cluster(root.string("name"), _device(device), levels, sources)
     except ValueError as error:
         raise ValueError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
     root.check_no_more()
@@ -259,9 +304,10 @@ def _device(table: Table) -> Device:
 
 def _link(table: Table) -> Link:
     values = table.number("latency"), table.number("bandwidth"), table.boolean("full_duplex")
+    shared_by = table.optional_integer("shared_by") or 1
     table.check_no_more()
     try:
-        return Link(*values)
+        return Link(*values, shared_by)
     except ValueError as error:
         raise ValueError(f"{table.where()}: {error}") from None
 

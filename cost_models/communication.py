@@ -22,6 +22,14 @@ _TRAFFIC: dict[str, Callable[[int], tuple[float, int]]] = {
 COLLECTIVES = tuple(_TRAFFIC)
 
 
+def traffic(kind: str, group_size: int) -> tuple[float, int]:
+    """What one rank sends, as a share of the whole tensor, and the messages that takes. Raises KeyError: no such kind.
+
+    The whole tensor: what `collective_seconds` takes as `nbytes`.
+    """
+    return _TRAFFIC[kind](group_size)
+
+
 def p2p_seconds(nbytes: float, link: Link, messages: int = 1) -> float:
     """Seconds to move `nbytes` in one direction as `messages` messages; nothing goes the other way meanwhile."""
     return messages * link.latency + nbytes / link.bandwidth if messages else 0.0

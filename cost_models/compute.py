@@ -31,6 +31,8 @@ class Call(Protocol):
     @property
     def target(self) -> Any: ...
     @property
+    def args(self) -> Sequence[Any]: ...
+    @property
     def operands(self) -> Sequence[TensorInfo]: ...
     @property
     def results(self) -> Sequence[TensorInfo | None]: ...
@@ -52,6 +54,10 @@ def _linear_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
 
 def _convolution_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
     return 2.0 * math.prod(outs[0]) * math.prod(ins[1][1:])
+
+
+def _transposed_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
+    return 2.0 * math.prod(ins[0]) * math.prod(ins[1][1:])
 
 
 def _convolution_backward_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
@@ -83,15 +89,26 @@ def _attention_flops(query: int, qk_products: int, av_products: int) -> Count:
     return count
 
 
+_TRANSPOSED = "convolution, transposed"
+
 _FLOPS: dict[str, Count] = {
     **{name: _product_flops(0, 1) for name in ("mm", "bmm", "mv", "dot")},
     **{name: _product_flops(1, 2) for name in ("addmm", "baddbmm", "addbmm", "addmv")},
     "linear": _linear_flops,
     "convolution": _convolution_flops,
+    _TRANSPOSED: _transposed_flops,
     "convolution_backward": _convolution_backward_flops,
     "_grouped_mm": _grouped_flops,
     "grouped_mm_fallback": _grouped_flops,
     "grouped_mm_fallback_backward": _grouped_backward_flops,
+    # what generated programs call on blocks
+    "padded_convolution": _convolution_flops,
+    "cropped_convolution": _transposed_flops,
+    "padded_weight_gradient": _convolution_backward_flops,
+    "grouped_block": _grouped_flops,
+    "grouped_backward_block": _grouped_backward_flops,
+    "attention_block": _attention_flops(0, 1, 1),
+    "attention_backward_block": _attention_flops(1, 3, 2),
 }
 # Backward recomputes QK^T, then makes dQ and dK from the scores, and dV and the scores' gradient from the values.
 _KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
@@ -102,7 +119,13 @@ _FLOPS["scaled_dot_product_attention"] = _attention_flops(0, 1, 1)
 
 _VIEWS = frozenset({"_unsafe_view", "reshape", "getitem", "lift_fresh", "lift_fresh_copy"})
 # Of these ops' first operand (a table) only the rows that are looked up are read.
-_LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
+_LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "embedding_block", "gather_block"})
+# Of these ops' first operand only the dtype or shape is looked at.
+_LIKE = frozenset(
+    {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
+    | {"zero_beside", "zeros_beside", "full_beside"}
+)
+_EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
 
 
 @lru_cache(maxsize=4096)
@@ -122,17 +145,22 @@ def flops(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -
 
     `in_shapes`: per tensor operand; `out_shapes`: per result.
     """
-    count = _FLOPS.get(_name(call.target))
+    name = _name(call.target)
+    if name == "convolution" and call.args[6]:
+        name = _TRANSPOSED
+    count = _FLOPS.get(name)
     return count(in_shapes, out_shapes) if count else 0.0
 
 
 def moved_bytes(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> float:
     """Bytes that the op reads and writes, each operand and result once; 0 for views."""
-    if is_view(call.target):
+    if is_view(call.target) or _name(call.target) in _EMPTY:
         return 0.0
     results = zip(call.results, out_shapes, strict=True)
     written = sum(math.prod(shape) * result.dtype.itemsize for result, shape in results if result is not None)
     read = [math.prod(shape) * info.dtype.itemsize for info, shape in zip(call.operands, in_shapes, strict=True)]
+    if read and _name(call.target) in _LIKE:
+        read[0] = 0
     if read and _name(call.target) in _LOOKUPS:
         read[0] = min(read[0], written)
     return float(sum(read) + written)
@@ -140,7 +168,7 @@ def moved_bytes(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Sha
 
 def op_seconds(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape], cluster: Cluster) -> float:
     """Seconds of one op on blocks of `in_shapes` (per tensor operand) and `out_shapes` (per result)."""
-    if is_view(call.target):
+    if is_view(call.target) or _name(call.target) in _EMPTY:
         return 0.0
     device = cluster.device
     traffic = moved_bytes(call, in_shapes, out_shapes) / device.memory_bandwidth
@@ -148,3 +176,8 @@ def op_seconds(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shap
     if not work:
         return traffic + device.launch_overhead
     return max(traffic, device.matmul_seconds(work, call.operands[0].dtype)) + device.launch_overhead
+
+
+def copy_seconds(nbytes: float, cluster: Cluster) -> float:
+    """Seconds to copy a tensor of `nbytes`: it is read and written."""
+    return 2 * nbytes / cluster.device.memory_bandwidth + cluster.device.launch_overhead

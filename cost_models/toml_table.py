@@ -73,6 +73,14 @@ class Table:
         """All entries of this table, each a number."""
         return tuple((key, self.number(key)) for key in self.data)
 
+    def strings(self) -> tuple[tuple[str, str], ...]:
+        """All entries of this table, each a string."""
+        return tuple((key, self.string(key)) for key in self.data)
+
+    def optional_table(self, key: str) -> Table:
+        """A table, empty if the key is absent."""
+        return self.table(key) if key in self.data else self._child(key, {})
+
     def table(self, key: str) -> Table:
         value = self._get(key, "a table")
         if not isinstance(value, dict):

@@ -10,13 +10,14 @@ import torch
 
 from stpart_compiler.capture import Captured
 from stpart_compiler.cost_models.communication import LinkCost
+from stpart_compiler.cost_models.liveness import MemoryReport, peak_bytes
 from stpart_compiler.cost_models.memory import optimizer_model
+from stpart_compiler.cost_models.resting import phases_of
 from stpart_compiler.ir.artifact import InputSlot, Interface, OutputSlot, Port, RankArtifact, TensorSlot
 from stpart_compiler.ir.layout import Layout, local_shape, replicated
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.ir.program import RankProgram, groups_of
 from stpart_compiler.passes.codegen import Codegen, Placement
-from stpart_compiler.passes.liveness import MemoryReport, peak_bytes
 from stpart_compiler.passes.propagate import Annotated, ValueKey
 from stpart_compiler.passes.schedule import MakeSchedule, Phase, Schedule
 from stpart_compiler.passes.verify import verify_programs
@@ -203,38 +204,10 @@ def peak_of(programs: Programs) -> tuple[int, MemoryReport]:
     """
     best: tuple[int, MemoryReport] | None = None
     for artifact in programs.artifacts:
-        for program, ports in _phases(artifact):
-            keep = {
-                value.name
-                for value, port in zip(program.inputs, ports, strict=True)
-                if port[0] in ("param", "buffer", "input", "constant")
-            }
-            report = peak_bytes(program, keep)
-            total = report.peak_bytes + _unseen(artifact, program, ports)
+        for phase in phases_of(artifact):
+            report = peak_bytes(phase.program, phase.kept)
+            total = report.peak_bytes + phase.beside
             if best is None or total > best[0]:
                 best = (total, report)
     assert best is not None
     return best
-
-
-def _phases(artifact: RankArtifact) -> list[tuple[RankProgram, tuple[Port, ...]]]:
-    interface = artifact.interface
-    phases = [(artifact.forward, interface.forward_inputs)]
-    if artifact.backward is not None:
-        phases.append((artifact.backward, interface.backward_inputs))
-    return phases
-
-
-def _unseen(artifact: RankArtifact, program: RankProgram, ports: tuple[Port, ...]) -> int:
-    """Bytes of resting tensors that this phase does not take as inputs, yet the rank holds."""
-    interface = artifact.interface
-    seen = set(ports)
-    total = 0
-    for kind, slots in (("param", interface.params), ("buffer", interface.buffers)):
-        for slot in slots:
-            if (kind, slot.name) not in seen:
-                total += math.prod(local_shape(slot.layout, interface.mesh, artifact.rank)) * slot.dtype.itemsize
-    for index, leaf in enumerate(interface.inputs):
-        if leaf.shape is not None and leaf.dtype is not None and ("input", index) not in seen:
-            total += math.prod(leaf.shape) * leaf.dtype.itemsize
-    return total

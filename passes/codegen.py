@@ -137,7 +137,11 @@ class PhaseEmitter:
             return
         source = self._made_in(key)
         if (key, source) not in self.have:
-            self._emit(self.placement.graph.by_name[key[0]])
+            op = self.placement.graph.by_name[key[0]]
+            if self._on_the_way(op):
+                self.have[(key, layout)] = Pending(lambda: self._late(op, key, layout))
+                return
+            self._emit(op)
         if (key, layout) in self.have:
             return
         value = self.fetch(key, source)
@@ -152,6 +156,19 @@ class PhaseEmitter:
         self.have[(key, layout)] = made
         if isinstance(made, Value):
             self._note_pending(made, layout)
+
+    def _on_the_way(self, op: OpNode) -> bool:
+        """Start what a view of resting values looks at; whether that has to be waited for."""
+        needs = list(zip(op.operands, self.placement.derived(op).inputs, strict=True))
+        for key, port in needs:
+            self._start(key, port.layout)
+        return any(isinstance(self.have[(key, port.layout)], Pending) for key, port in needs)
+
+    def _late(self, op: OpNode, key: ValueKey, layout: Layout) -> Value:
+        """A view of values that were on the way when it was asked for."""
+        del self.have[(key, layout)]
+        self._emit(op)
+        return self.fetch(key, layout)
 
     def _made_in(self, key: ValueKey) -> Layout:
         return self.phase.layout.get(key) or self.placement.layout(key)

@@ -7,7 +7,7 @@ over the batch and some losses are expanded by torch's own decompositions (`pass
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import fx
 
 from stpart_compiler.passes import extremes, softmax
 from stpart_compiler.passes.expand import EXPANDED, expansion
+from stpart_compiler.passes.rules.convolution import geometry
 
 aten = torch.ops.aten
 
@@ -200,19 +201,49 @@ def _convolution(at: Inserter) -> None:
 
 
 def _convolution_backward(at: Inserter) -> None:
-    """Each gradient by itself: they are cut along different dims. That of the bias is a sum."""
-    grad, x, weight, _, *rest, mask = at.args
+    """Each gradient by itself: they are cut along different dims. That of the bias is a sum.
+
+    That of the image is a convolution of the result's with the same weight, the other way round; and the weight of a
+    transposed convolution has the gradient of a plain one whose image is the result.
+    """
+    grad, _, weight, *_, mask = at.args
+    turned = _turned_round(at)
     results: list[Any] = [None, None, None]
-    for i in range(2):
-        if mask[i]:
-            only = [j == i for j in range(3)]
-            call = at.add(aten.convolution_backward.default, grad, x, weight, None, *rest, only)
-            results[i] = at.add(operator.getitem, call, i)
+    if mask[0]:
+        results[0] = at.add(aten.convolution.default, grad, weight, None, *turned) if turned else _only(at, 0)
+    if mask[1]:
+        results[1] = _only(at, 1, turned)
     if mask[2]:
         dims = [d for d in range(_tensor(grad).ndim) if d != 1]
         results[2] = at.add(aten.sum.dim_IntList, grad, dims)
-    if sum(map(bool, mask)) > 1 or mask[2]:
-        _give(at, results)
+    _give(at, results)
+
+
+def _only(at: Inserter, which: int, turned: Sequence[Any] | None = None) -> fx.Node:
+    """One of the gradients. `turned`: arguments of the convolution the other way round."""
+    grad, x, weight, _, *rest, _ = at.args
+    only = [i == which for i in range(3)]
+    if turned and rest[3]:
+        grad, x, rest = x, grad, list(turned)
+    call = at.add(aten.convolution_backward.default, grad, x, weight, None, *rest, only)
+    return at.add(operator.getitem, call, which)
+
+
+def _turned_round(at: Inserter) -> tuple[Any, ...] | None:
+    """Stride and so on of the convolution that brings the gradient of a result to that of the image.
+
+    None where there is none: a transposed convolution may pad its result further than one stride.
+    """
+    grad, x, weight, _, *rest, _ = at.args
+    stride, pad, dilation, is_transposed, _, groups = rest
+    of = geometry(rest, _tensor(weight).shape[2:])
+    small, large = (_tensor(y).shape[2:] for y in ((x, grad) if is_transposed else (grad, x)))
+    sizes = zip(small, large, of.stride, of.padding, of.spans, strict=True)
+    rests = [big - ((n - 1) * s - 2 * p + span) for n, big, s, p, span in sizes]
+    if any(r >= s for r, s in zip(rests, of.stride, strict=True)):
+        return None
+    output_padding = [0] * len(rests) if is_transposed else rests
+    return stride, pad, dilation, not is_transposed, output_padding, groups
 
 
 def _tensor(node: Any) -> torch.Tensor:

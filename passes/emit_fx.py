@@ -1,7 +1,8 @@
 """Rank programs as torch.fx modules: one call_function node per instruction, in program order.
 
 The generated function takes one list, which it clears, and drops every value after the line that reads it last: what is
-alive when is what `passes/liveness.py` counts. Nothing is eliminated: communication has effects that fx does not see.
+alive when is what `cost_models/liveness.py` counts. Nothing is eliminated: communication has effects that fx does not
+see.
 """
 
 from __future__ import annotations

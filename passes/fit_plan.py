@@ -12,7 +12,7 @@ import torch
 
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan
-from stpart_compiler.ir.rule import WHOLE
+from stpart_compiler.ir.rule import HALO, WHOLE
 from stpart_compiler.ir.spacetime import InvalidStrategyError, Strategy, check_covers, derive
 from stpart_compiler.passes.make_plan import plan_rows
 from stpart_compiler.passes.problem import BuildProblem, SolverOptions, evaluate, memory_bytes
@@ -104,7 +104,8 @@ def _check_applies(op: OpNode, strategy: Strategy, mesh: Mesh) -> None:
     where = f"plan: op {op.name} ({op.module_path or 'the model'}) with the rule {op.rule}"
     if len(strategy.digits) != len(op.rule.factors) or strategy.linear >= len(op.rule.linear):
         raise ValueError(f"{where} is made of other dims at these input sizes than the plan was made for; {_ANEW}")
-    whole = [f.name for f, digits in zip(op.rule.factors, strategy.digits, strict=True) if digits and f.kind == WHOLE]
+    pairs = zip(op.rule.factors, strategy.digits, strict=True)
+    whole = [factor.name for factor, digits in pairs if digits and factor.kind in (WHOLE, HALO)]
     if whole:
         raise ValueError(f"{where} must not be cut along {', '.join(whole)} at these input sizes; {_ANEW}")
     try:

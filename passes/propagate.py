@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from stpart_compiler.capture import Captured
 from stpart_compiler.capture.breaks import user_line
 from stpart_compiler.ir.plan import layers_folded
-from stpart_compiler.ir.rule import WHOLE, DimMap, Factor, OpRule, refined
+from stpart_compiler.ir.rule import HALO, WHOLE, DimMap, Factor, OpRule, refined
 from stpart_compiler.passes.rules import OpCall, discovered_rule, rule_of
 from stpart_compiler.passes.rules.calls import op_call
 
@@ -276,7 +276,7 @@ def _factor_cuts(rule: OpRule, known: tuple[TensorCuts, ...]) -> list[Cuts]:
             base = 1
             for f in reversed(factors) if cuts else ():
                 size = rule.factors[f].size
-                if rule.factors[f].kind != WHOLE:
+                if rule.factors[f].kind != WHOLE and f not in rule.windowed:
                     inside = {c // base for c in cuts if c % base == 0 and base < c < base * size}
                     inner[f] = _with_cuts(inner[f], {c for c in inside if size % c == 0})
                 base *= size
@@ -364,6 +364,9 @@ def _marked(rule: OpRule, operands: tuple[Marks, ...]) -> tuple[frozenset[int], 
     for tensor, dims in zip(rule.inputs, operands, strict=True):
         for factors, dim in zip(tensor, dims, strict=True):
             _read_flags(rule, factors, dim, flags)
+    for f, factor in enumerate(rule.factors):
+        if factor.kind == HALO:  # positions of one dim read those of the other
+            flags[factor.driver] = flags[f] = flags[factor.driver] or flags[f]
     results = [tuple(_write_flags(rule, factors, flags) for factors in tensor) for tensor in rule.outputs]
     return frozenset(f for f, flag in enumerate(flags) if flag), results
 

@@ -109,7 +109,7 @@ def _saved(
     for key, wanted in reads:
         visit(key, wanted)
     places = {key: asked[key] if layout(key).partial else layout(key) for key in order.saved}
-    return [(key, place.without_partial()) for key, place in places.items()]
+    return [(key, place.without_partial().without_halo()) for key, place in places.items()]
 
 
 def _used(

@@ -13,12 +13,12 @@ from functools import cached_property, lru_cache
 
 from stpart_compiler.cost_models.cluster import Cluster
 from stpart_compiler.cost_models.communication import LinkCost, temporal_seconds
-from stpart_compiler.cost_models.compute import op_seconds
-from stpart_compiler.ir.layout import Atom, Layout, form, max_local_numel, replicated, shard
+from stpart_compiler.cost_models.compute import copy_seconds, op_seconds
+from stpart_compiler.ir.layout import Layout, form, max_local_numel, replicated, shard
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.ir.rule import SUM, block_shape
-from stpart_compiler.ir.spacetime import MOVE, Derived, Strategy, derive
+from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Strategy, derive, factor_atom
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
 from stpart_compiler.passes.rules.region import Region
@@ -50,6 +50,17 @@ class Costs:
             self.known[key] = redistribution_cost(source, target, self.mesh, itemsize, self.link)
         return self.known[key]
 
+    def repacking(self, source: Layout, target: Layout, itemsize: int) -> float:
+        """Seconds of local copies in a re-layout with transfers, which nothing hides.
+
+        Blocks that differ in their outermost dim alone are sent and received where they are. An all-reduce sums in a
+        copy.
+        """
+        one, two = ([atom for dim in layout.dims for atom in dim if atom.size > 1] for layout in (source, target))
+        if one[1:] == two[1:] and one != two:
+            return 0.0
+        return copy_seconds(max(max_local_numel(source), max_local_numel(target)) * itemsize, self.cluster)
+
     @cached_property
     def known(self) -> dict[tuple[Layout, Layout, int], float]:
         """Prices asked for before: identical tensors are common."""
@@ -61,11 +72,28 @@ class Costs:
         compute = self._block_seconds(op, extents)
         if strategy.steps == 1:
             return compute, 0
+        added, joined = self._combine_seconds(op, derived)
+        compute += added * (strategy.steps - 1) / strategy.steps
         moved, axes = _moving_bytes(op, derived)
         if not axes:
-            return compute * strategy.steps, 0
+            return compute * strategy.steps + joined, 0
         link = self.cluster.link_for(axes, self.mesh)
-        return temporal_seconds(compute, moved, strategy.steps, link), moved * (strategy.steps - 1)
+        messages = sum(port.motion == MOVE for port in (*derived.inputs, *derived.outputs))
+        seconds = temporal_seconds(compute, moved, strategy.steps, link, messages)
+        return seconds + joined, moved * (strategy.steps - 1)
+
+    def _combine_seconds(self, op: OpNode, derived: Derived) -> tuple[float, float]:
+        """Seconds of adding a step's results to those before, or to those that arrive; and of joining all steps'."""
+        added = joined = 0.0
+        for port, result in zip(derived.outputs, op.call.results, strict=True):
+            if result is None:
+                continue
+            nbytes = max_local_numel(port.layout) * result.dtype.itemsize
+            if port.motion == SLICE:
+                joined += copy_seconds(nbytes, self.cluster)
+            else:
+                added += copy_seconds(1.5 * nbytes, self.cluster)  # two are read, one is written
+        return added, joined
 
     def _block_seconds(self, op: OpNode, extents: Sequence[int]) -> float:
         if isinstance(op.call.target, Region):
@@ -76,14 +104,7 @@ class Costs:
 
 def block_extents(op: OpNode, strategy: Strategy) -> list[int]:
     """Per factor, the size of the largest block that is computed at once."""
-    return [_largest(Atom(f.size, d)) for f, d in zip(op.rule.factors, strategy.digits, strict=True)]
-
-
-def _largest(atom: Atom) -> int:
-    size = atom.size
-    for digit in atom.digits:
-        size = -(-size // digit.q)
-    return size
+    return [factor_atom(op.rule, strategy, f).largest for f in range(len(op.rule.factors))]
 
 
 def _moving_bytes(op: OpNode, derived: Derived) -> tuple[int, tuple[str, ...]]:

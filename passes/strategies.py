@@ -158,12 +158,14 @@ def _skewed(
     space: StrategySpace,
     tokens: frozenset[int],
 ) -> Iterator[Strategy]:
-    """Two factors cut by independent forms of a pair of axes, at least one of them skewed."""
+    """Two factors cut by independent forms of a pair of axes, at least one of them skewed. Places of images are not:
+    their neighbours would be ranks further away.
+    """
     for pair in _equal_pairs(mesh, axes):
         forms = _pair_forms(mesh.size[pair[0]], pair, space)
         rest = tuple(axis for axis in axes if axis not in pair)
         for (one, two), (f, g) in itertools.product(
-            itertools.permutations(forms, 2), itertools.combinations(sorted(movable), 2)
+            itertools.permutations(forms, 2), itertools.combinations(sorted(movable - rule.windowed), 2)
         ):
             plain = len(one.coeffs) == len(two.coeffs) == 1
             if not plain and not {f, g} <= tokens and _independent(one, two, pair):

@@ -7,8 +7,12 @@ from functools import cached_property
 
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.redistribute import redistribute
+from stpart_compiler.passes.overlap import Overlap
 from stpart_compiler.passes.quotient import Edge, Producer
 from stpart_compiler.passes.space import Space, layouts_of, needs_of
+
+HIDDEN_SHARE = 0.02
+"""Part of a transfer that is paid for though compute hides it: of two plans equally fast, the one that sends less."""
 
 FORBIDDEN = 10**12
 """Price in ns of a re-layout that a template rules out."""
@@ -52,10 +56,14 @@ class Use:
 
 
 class Prices:
-    """Numbers layouts and prices re-layouts between them, each table of them once. `uses`: all that were asked for."""
+    """Numbers layouts and prices re-layouts between them, each table of them once: what compute does not hide.
+
+    `uses`: all that were asked for.
+    """
 
     def __init__(self, space: Space) -> None:
         self.space = space
+        self.overlap = Overlap(space)
         self.numbers: dict[tuple[Layout, int], int] = {}
         self.tables: dict[object, list[list[int]]] = {}
         self.uses: dict[tuple[Producer, int, int], Use] = {}
@@ -65,16 +73,23 @@ class Prices:
         to_root, targets, to_members = needs_of(self.space, edge)
         itemsize = edge.value.dtype.itemsize
         from_ids, to_ids = self.ids(sources, itemsize), self.ids(targets, itemsize)
-        key = (tuple(from_ids), tuple(to_ids), itemsize)
+        hidden = self.overlap.seconds(edge)
+        key = (tuple(from_ids), tuple(to_ids), itemsize, hidden)
         if key not in self.tables:
-            relayout = self.space.costs.relayout
-            self.tables[key] = [[round(relayout(a, b, itemsize) * 1e9) for b in targets] for a in sources]
+            self.tables[key] = [[self._exposed(a, b, itemsize, hidden) for b in targets] for a in sources]
         price = self.tables[key]
         if weights_stay and from_root is not None and from_root < 0:
             price = self._forbidden(sources, targets, price)
         use = Use(edge, from_root, sources, from_members, to_root, targets, to_members, price, from_ids, to_ids)
         self.uses[edge.producer, edge.consumer, edge.port] = use
         return use
+
+    def _exposed(self, source: Layout, target: Layout, itemsize: int, hidden: float) -> int:
+        """Nanoseconds of a re-layout that compute does not hide."""
+        costs = self.space.costs
+        transfer = costs.relayout(source, target, itemsize)
+        local = costs.repacking(source, target, itemsize) if transfer else 0.0
+        return round((max(HIDDEN_SHARE * transfer, transfer - hidden) + local) * 1e9)
 
     def ids(self, layouts: list[Layout], itemsize: int) -> list[int]:
         """Numbers of layouts of values with this element size."""

@@ -20,8 +20,8 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from stpart_compiler.cost_models.liveness import storage_base, written
 from stpart_compiler.ir.program import Instr, Message, RankProgram, Value
-from stpart_compiler.passes.liveness import storage_base, written
 
 
 class VerificationError(RuntimeError):

@@ -4,6 +4,7 @@ from stpart_compiler.capture import GraphBreakError
 from stpart_compiler.compile import compile_model
 from stpart_compiler.compiled import CompiledModel, load_compiled
 from stpart_compiler.cost_models.cluster import Cluster, load_cluster, presets
+from stpart_compiler.cost_models.timeline import Simulation
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.problem import SolverOptions
@@ -27,6 +28,7 @@ __all__ = [
     "InfeasibleError",
     "Mesh",
     "Plan",
+    "Simulation",
     "SolverOptions",
     "StepResult",
     "VerificationError",

@@ -1,8 +1,9 @@
-"""The `stpart` command: demo, doctor, plan, dump, run."""
+"""The `stpart` command: demo, doctor, plan, dump, simulate, run, calibrate."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -12,14 +13,18 @@ from typing import Any
 from stpart_compiler.capture import capture
 from stpart_compiler.compile import annotate, compile_model
 from stpart_compiler.compiled import CompiledModel
+from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.demo import demo
 from stpart_compiler.inspect.doctor import diagnose
 from stpart_compiler.inspect.table import plan_table
-from stpart_compiler.local_ranks import RanksFailedError, train_on_ranks
+from stpart_compiler.local_ranks import RanksFailedError, launch, train_on_ranks
 from stpart_compiler.passes.emit_fx import annotated_code
 from stpart_compiler.passes.templates import templates
 from stpart_compiler.presets import PRESETS, TrainingStep, load_step
 from stpart_compiler.progress import progress_lines
+from stpart_compiler.runtime.calibrate import calibrate_here
+
+CALIBRATE_LIMIT_S = 600.0
 
 BAD_INPUT = 2
 FAILED = 1
@@ -68,10 +73,20 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--dir", type=Path, metavar="DIR", help="what every pass made, as numbered files")
     command.add_argument("--phase", choices=("forward", "backward"), default="forward", help="with --rank")
 
+    command = _model_command(commands, "simulate", "time a step of all ranks' programs on a cluster", _simulate)
+    command.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline as JSON for ui.perfetto.dev")
+
     command = _model_command(commands, "run", "train on local ranks with random data", _run)
     command.add_argument("--steps", type=_positive, default=5, metavar="N", help="AdamW steps (default 5)")
     command.add_argument("--lr", type=float, default=1e-3, help="learning rate (default 1e-3)")
     command.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for the whole run")
+
+    command = commands.add_parser(
+        "calibrate", help="measure this machine or torchrun job: a cluster file for --cluster"
+    )
+    command.add_argument("output", type=Path, metavar="FILE", help="where to write the TOML")
+    command.add_argument("--ranks", type=_positive, default=4, metavar="N", help="local ranks to start (default 4)")
+    command.set_defaults(command=_calibrate)
     return parser
 
 
@@ -186,6 +201,32 @@ def _dump(options: argparse.Namespace) -> int:
     else:
         (options.dir / "05_annotated.txt").write_text(compiled.dump())
         print(f"written to {options.dir}")
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    if options.trace is not None:
+        _check_writable(options.trace)
+    compiled = _planned(options)
+    simulation = compiled.simulate()
+    print(compiled.plan.summary())
+    print(simulation.summary())
+    if options.trace is not None:
+        simulation.trace(options.trace)
+        print(f"written to {options.trace}; open it at ui.perfetto.dev")
+    return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    """In place under torchrun or with one rank, else on local ranks."""
+    _check_writable(options.output)
+    if "RANK" in os.environ or options.ranks == 1:
+        calibrate_here(options.output)
+    else:
+        launch(options.ranks, "stpart_compiler.runtime.calibrate", str(options.output), CALIBRATE_LIMIT_S)
+    if int(os.environ.get("RANK", 0)) == 0:
+        cluster = load_cluster(options.output)
+        print(f"cluster {cluster.name!r} written to {options.output}: use it as --cluster {options.output}")
     return 0
 
 

@@ -16,12 +16,17 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_unflatten
 
+from stpart_compiler.cost_models.cluster import Cluster, load_cluster, presets
+from stpart_compiler.cost_models.resting import phases_of
+from stpart_compiler.cost_models.simulate import simulate
+from stpart_compiler.cost_models.timeline import Simulation
 from stpart_compiler.inspect.text import dump_annotated, plan_table, to_dot
 from stpart_compiler.ir.artifact import Deferred, Interface, RankArtifact
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.codegen import Placement
 from stpart_compiler.passes.emit_fx import emit_fx
 from stpart_compiler.passes.propagate import Annotated
+from stpart_compiler.pauses import without_gc
 from stpart_compiler.runtime.agree import check_same_programs, is_online, local_engine
 from stpart_compiler.runtime.buckets import Buckets, Padding, Place
 from stpart_compiler.runtime.calls import Sizes, call_leaves, call_sizes, compiled_sizes, differs_in_sizes_only
@@ -195,6 +200,27 @@ class CompiledModel:
             kwargs,
             timeout_s=timeout_s,
         )
+
+    def simulate(self, cluster: str | Path | Cluster | None = None) -> Simulation:
+        """One step of all ranks' programs on a cluster, by the cost models: times, timeline, exposed communication.
+
+        `cluster`: name of a preset, path of a TOML, or Cluster; None: the one that the plan was made for.
+
+        Raises:
+            ValueError: no such cluster, or one that joins fewer ranks.
+        """
+        steps = [phases_of(artifact) for artifact in self.artifacts]
+        with without_gc():
+            return simulate(steps, self._cluster() if cluster is None else load_cluster(cluster))
+
+    def _cluster(self) -> Cluster:
+        if self._placement is not None:
+            cluster: Cluster = self._placement.cost.cluster
+            return cluster
+        name = self.plan.solver.get("cluster")
+        if name not in presets():
+            raise ValueError(f"simulate: the plan was made for {name!r}, which is no preset; say which cluster it is")
+        return load_cluster(name)
 
     def dump(self) -> str:
         """The annotated joint graph, one value a line."""

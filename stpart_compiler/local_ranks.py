@@ -83,7 +83,7 @@ def train_on_ranks(
         compiled.save(directory / "compiled")
         torch.save(list(batches), directory / "batches.pt")
         (directory / "job.json").write_text(json.dumps(asdict(Job(learning_rate, timeout_s, verbose))))
-        _launch(compiled.world_size, directory, limit_s)
+        launch(compiled.world_size, "stpart_compiler.local_ranks", str(directory), limit_s)
         reports = [_report(directory, rank) for rank in range(compiled.world_size)]
     for report in reports[1:]:
         if report.losses != reports[0].losses:
@@ -97,10 +97,14 @@ def _report(directory: Path, rank: int) -> RankReport:
     return RankReport(**json.loads((directory / f"report{rank}.json").read_text()))
 
 
-def _launch(world_size: int, directory: Path, limit_s: float) -> None:
-    """Run the ranks under torchrun and wait for them; whatever happens, none is left behind."""
+def launch(world_size: int, module: str, argument: str, limit_s: float) -> None:
+    """Run a module on local ranks under torchrun and wait for them; whatever happens, none is left behind.
+
+    Raises:
+        RanksFailedError: a rank failed, or they took longer than `limit_s` seconds.
+    """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    command = [*torchrun, "-m", "stpart_compiler.local_ranks", str(directory)]
+    command = [*torchrun, "-m", module, argument]
     # The ranks share the cores: one thread each. What this process has buffered comes before what they print.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     sys.stdout.flush()

@@ -13,7 +13,7 @@ from torch import fx, nn
 from stpart_compiler.capture import Captured
 from stpart_compiler.ir.layout import Digit, form, gather, split
 from stpart_compiler.ir.mesh import Mesh
-from stpart_compiler.ir.rule import COMBINED, ONLINE, WHOLE, OpRule, refined
+from stpart_compiler.ir.rule import COMBINED, HALO, ONLINE, WHOLE, OpRule, refined
 from stpart_compiler.ir.spacetime import Strategy, derive, factor_range
 from stpart_compiler.passes.rules import MERGES, Block, OpCall, Operand, is_void, local_call, op_call, rule_of
 from stpart_compiler.passes.rules.registry import bind
@@ -77,7 +77,7 @@ def check_maps(ex: Example) -> None:
     read = {f for tensor in ex.rule.inputs for dim in tensor for f in dim}
     for result, tensor in zip(ex.call.results, ex.rule.outputs, strict=True):
         lacking = read - {f for dim in tensor for f in dim}
-        assert result is None or all(ex.rule.factors[f].kind in (*COMBINED, ONLINE, WHOLE) for f in lacking)
+        assert result is None or all(ex.rule.factors[f].kind in (*COMBINED, HALO, ONLINE, WHOLE) for f in lacking)
 
 
 def check_strategy(ex: Example, rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
@@ -123,7 +123,7 @@ def check_cuts(ex: Example, parts: tuple[int, ...] = (2, 3, 4)) -> None:
     for f in rule.cuttable:
         check_strategy(ex, rule, cut(rule, {f: (form(2, r=1), form(3, c=1))}), GRID)
         size = rule.factors[f].size
-        if size % 2 == 0 and size > 2:
+        if size % 2 == 0 and size > 2 and f not in rule.windowed:
             finer = refined(rule, {f: (2, size // 2)})
             check_strategy(ex, finer, cut(finer, {f + 1: (form(2, d=1),)}), LINE[2])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
 
@@ -168,3 +169,13 @@ def test_demo_says_how_it_ended(
     monkeypatch.setattr(demo, "train_and_compare", lambda say: difference)
     assert main(["demo"]) == status
     assert capsys.readouterr().out.splitlines()[-1] == last
+
+
+def test_simulate_prints_times_and_writes_a_trace(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    assert main(["simulate", model, "--mesh=2", "--template=ring", f"--trace={trace}"]) == 0
+    shown = capsys.readouterr().out
+    assert "simulated step on cpu-gloo, 2 ranks: " in shown and f"written to {trace}" in shown
+    assert json.loads(trace.read_text())["traceEvents"]

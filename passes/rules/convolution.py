@@ -1,22 +1,47 @@
-"""Convolutions and their gradients; pooling and resampling of images.
+"""Convolutions and their gradients.
 
-The sample and the channels may be cut, the places are whole. Channels of a grouped convolution are (group, channel).
+The sample, the channels and the places may be cut. Channels of a grouped convolution are (group, channel). A block of
+the places of a result reads its image through a window (`ir.window`); what a window reads beyond the ends of the whole
+image is padding, and inner borders have none. `Decompose` writes the gradient of an image as a convolution too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from stpart_compiler.ir.rule import PARALLEL, SUM, WHOLE, DimMap, OpRule, TensorMap
+from stpart_compiler.ir.window import Range, Window
 from stpart_compiler.passes.rules.factors import Factors, result
 from stpart_compiler.passes.rules.registry import Block, LocalCall, OpCall, localized, rule
+from stpart_compiler.passes.rules.windows import Geometry, Margin, each, margins, padding, places, spans
+from stpart_compiler.runtime import window_ops
 
 aten = torch.ops.aten
 
-GROUPS = 8  # positions of `groups` among the arguments of convolution
-BACKWARD_GROUPS = 9  # and of convolution_backward
+
+@dataclass(frozen=True)
+class Convolution(Geometry):
+    """`transposed`: places of the image are written, not read, by the kernel."""
+
+    transposed: bool
+    groups: int
+
+
+def geometry(args: Sequence[Any], kernel: Sequence[int]) -> Convolution:
+    """Of the arguments of a convolution, or of its backward, from the stride on."""
+    stride, pad, dilation, is_transposed, _, groups = args[:6]
+    n = len(kernel)
+    return Convolution(list(kernel), each(stride, n), each(pad, n), each(dilation, n), bool(is_transposed), int(groups))
+
+
+def _geometry(call: OpCall) -> Convolution:
+    """Operand 1 of a convolution is the weight, operand 2 of a backward."""
+    at, weight = (3, 1) if call.target is aten.convolution.default else (4, 2)
+    return geometry(call.args[at:], call.operands[weight].shape[2:])
 
 
 @dataclass
@@ -32,144 +57,113 @@ class _Maps:
     output: TensorMap
 
 
-def _maps(call: OpCall, image: int, weight: int, out: tuple[int, ...], kinds: dict[str, str]) -> _Maps:
-    """`image`, `weight`: their operand indices; `kinds`: of the sample n, and of the channels i and o."""
-    x, w = call.operands[image], call.operands[weight]
-    transposed, groups = _geometry(call)
+def _maps(call: OpCall, image: int, out: tuple[int, ...], kinds: dict[str, str]) -> _Maps:
+    """`image`: its operand index; `kinds`: of the sample n, the channels i and o, and the places p."""
+    x, at = call.operands[image], _geometry(call)
     factors = Factors()
-    inputs = x.shape[1] // groups
-    outputs = out[1] // groups
     n = factors.dim(x.shape[0], kinds["n"], "n")
-    g = factors.dim(groups, PARALLEL, "g")
-    i, o = factors.dim(inputs, kinds["i"], "i"), factors.dim(outputs, kinds["o"], "o")
-    kernel = factors.dims(w.shape[2:], WHOLE)
-    outer, inner = ((*g, *i), o) if transposed else ((*g, *o), i)
-    return _Maps(
-        factors,
-        (n, (*g, *i), *factors.dims(x.shape[2:], WHOLE)),
-        (outer, inner, *kernel),
-        (n, (*g, *o), *factors.dims(out[2:], WHOLE)),
-    )
-
-
-def _geometry(call: OpCall) -> tuple[bool, int]:
-    """Whether transposed, and the number of groups."""
-    at = _groups_at(call)
-    return bool(call.args[at - 2]), int(call.args[at])
-
-
-def _groups_at(call: OpCall) -> int:
-    return GROUPS if call.target is aten.convolution.default else BACKWARD_GROUPS
+    g = factors.dim(at.groups, PARALLEL, "g")
+    i = factors.dim(x.shape[1] // at.groups, kinds["i"], "i")
+    o = factors.dim(out[1] // at.groups, kinds["o"], "o")
+    kernel = factors.dims(at.kernel, WHOLE)
+    made, read = places(factors, at.windows(out[2:], back=at.transposed), x.shape[2:], [kinds["p"]] * len(at.kernel))
+    outer, inner = ((*g, *i), o) if at.transposed else ((*g, *o), i)
+    return _Maps(factors, (n, (*g, *i), *read), (outer, inner, *kernel), (n, (*g, *o), *made))
 
 
 @rule(aten.convolution.default)
 def convolution(call: OpCall) -> OpRule | None:
-    """(n (g i), (g o) i) -> (n (g o)), sum i. A bias would be added once per block (`Decompose` takes it apart)."""
+    """(n (g i) h, (g o) i) -> (n (g o) p), sum i, halo h. A bias would be added once per block (`Decompose`)."""
     if call.operands[0].ndim == call.operands[1].ndim - 1 or len(call.operands) > 2:
         return None
-    maps = _maps(call, 0, 1, result(call).shape, {"n": PARALLEL, "i": SUM, "o": PARALLEL})
+    maps = _maps(call, 0, result(call).shape, {"n": PARALLEL, "i": SUM, "o": PARALLEL, "p": PARALLEL})
     return maps.factors.rule((maps.image, maps.weight), (maps.output,), ((0,), (1,)))
 
 
 @rule(aten.convolution_backward.default)
 def convolution_backward(call: OpCall) -> OpRule | None:
-    """The gradient of the input (sum o) or of the weight (sum n), one of them (`Decompose` takes them apart)."""
+    """The gradient of the weight (sum n and p, halo h), or of the input (sum o), of which the places are whole."""
     mask = call.args[-1]
     if sum(map(bool, mask)) != 1 or mask[2]:
         return None
-    kinds = {"n": PARALLEL, "i": PARALLEL, "o": SUM} if mask[0] else {"n": SUM, "i": PARALLEL, "o": PARALLEL}
-    maps = _maps(call, 1, 2, call.operands[0].shape, kinds)
+    kinds = {"n": SUM, "i": PARALLEL, "o": PARALLEL, "p": WHOLE if _geometry(call).transposed else SUM}
+    if mask[0]:
+        kinds = {"n": PARALLEL, "i": PARALLEL, "o": SUM, "p": WHOLE}
+    maps = _maps(call, 1, call.operands[0].shape, kinds)
     outputs: list[TensorMap] = [(), (), ()]
     outputs[0 if mask[0] else 1] = maps.image if mask[0] else maps.weight
     return maps.factors.rule((maps.output, maps.image, maps.weight), outputs, ((0,), (2,) if mask[0] else (1,)))
 
 
-@localized(aten.convolution.default, aten.convolution_backward.default)
+@localized(aten.convolution.default)
 def convolution_block(call: OpCall, block: Block) -> LocalCall:
-    """The groups of the block."""
-    at = _groups_at(call)
+    """The groups of the block, and at its borders the padding that the whole has there."""
+    at, groups = _geometry(call), _groups(call, block)
+    out, image = spans(block, block.rule.outputs[0][2:]), spans(block, block.rule.inputs[0][2:])
+    if at.transposed:
+        margin, pad, extra = _crops(at, image, out)
+        target = window_ops.cropped_convolution
+    else:
+        margin, pad = _pads(at, at.windows(result(call).shape[2:]), image, out)
+        target, extra = window_ops.padded_convolution, call.args[7]
+    args = (*call.args[:2], None, at.stride, pad, at.dilation, at.transposed, extra, groups)
+    if not any(margin):
+        return call.target, args, {}
+    return target, (margin, *args), {}
+
+
+@localized(aten.convolution_backward.default)
+def convolution_backward_block(call: OpCall, block: Block) -> LocalCall:
+    """The groups of the block, and at its borders the padding that the whole has there."""
+    *tensors, biases, stride, pad, dilation, is_transposed, output_padding, _, mask = call.args
+    at, groups = _geometry(call), _groups(call, block)
+    margin: list[int] = []
+    if mask[1] and not is_transposed:
+        out, image = spans(block, block.rule.inputs[0][2:]), spans(block, block.rule.inputs[1][2:])
+        margin, pad = _pads(at, at.windows(call.operands[0].shape[2:]), image, out)
+    args = (*tensors, biases, stride, pad, dilation, is_transposed, output_padding, groups, mask)
+    if not any(margin):
+        return call.target, args, {}
+    return window_ops.padded_weight_gradient, (margin, *args), {}
+
+
+def _groups(call: OpCall, block: Block) -> int:
+    """How many groups a block has; dim 1 of the first operand has all of them."""
     channels: DimMap = block.rule.inputs[0][1]
-    groups = call.args[at]
-    if groups > 1:
-        cut = [f for f in channels if block.rule.factors[f].name.startswith("g")]
-        groups = block.extent(tuple(cut))
-    args = (*call.args[:at], groups, *call.args[at + 1 :])
-    return call.target, args, call.kwargs
+    cut = tuple(f for f in channels if block.rule.factors[f].name.startswith("g"))
+    return block.extent(cut) if _geometry(call).groups > 1 else 1
 
 
-def _named(*names: str) -> list[torch._ops.OpOverload]:
-    """All overloads of ops that give functional results, by name."""
-    packets = [getattr(aten, name) for name in names]
-    overloads = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-    return [op for op in overloads if not op._schema.is_mutable and "out" not in op._overloadname]
+def _pads(
+    at: Geometry, windows: Sequence[Window], image: Sequence[Range], out: Sequence[Range]
+) -> tuple[list[int], list[int]]:
+    """Padding that has to be made beforehand, as torch's padding takes it, and what the op does by itself.
+
+    An op pads both sides of a dim alike. That will do as long as it then gives as many places as are wanted.
+    """
+    before: list[Margin] = []
+    by_op: list[int] = []
+    for window, stride, span, read, made in zip(windows, at.stride, at.spans, image, out, strict=True):
+        low, high = margins(window, read, made)
+        alike = (read[1] - read[0] + 2 * low - span) // stride + 1 == made[1] - made[0]
+        before.append((0, 0) if alike else (low, high))
+        by_op.append(low if alike else 0)
+    return padding(before), by_op
 
 
-_LINEAR_POOLS = _named(
-    "avg_pool2d",
-    "avg_pool3d",
-    "_adaptive_avg_pool2d",
-    "_adaptive_avg_pool3d",
-    "_upsample_bilinear2d_aa",
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_bicubic2d",
-    "upsample_trilinear3d",
-    "reflection_pad1d",
-    "reflection_pad2d",
-    "reflection_pad3d",
-    "replication_pad1d",
-    "replication_pad2d",
-    "replication_pad3d",
-)
-_MAX_POOLS = _named("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d")
-_POOL_BACKWARDS = _named(
-    "max_pool2d_with_indices_backward",
-    "max_pool3d_with_indices_backward",
-    "adaptive_max_pool2d_backward",
-    "adaptive_max_pool3d_backward",
-    "avg_pool2d_backward",
-    "avg_pool3d_backward",
-    "_adaptive_avg_pool2d_backward",
-    "_adaptive_avg_pool3d_backward",
-)
-
-
-@rule(*_LINEAR_POOLS)
-def linear_pool(call: OpCall) -> OpRule:
-    """pool(x, ...): each sample and channel by itself."""
-    return _per_channel(call, ((0,),))
-
-
-@rule(*_MAX_POOLS)
-def max_pool(call: OpCall) -> OpRule:
-    """max_pool(x, ...) -> (maxima, their places within one channel)."""
-    return _per_channel(call, ())
-
-
-@rule(*_POOL_BACKWARDS)
-def pool_backward(call: OpCall) -> OpRule:
-    """pool_backward(grad, x, ...)."""
-    return _per_channel(call, ((0,),))
-
-
-def _per_channel(call: OpCall, linear: tuple[tuple[int, ...], ...]) -> OpRule:
-    """Leading dims that all tensors share are independent, as far as they are no places; the others are whole."""
-    shapes = [t.shape for t in (*call.operands, *call.results) if t is not None]
-    places = _places(call)
-    factors = Factors()
-    leading = factors.dims(shapes[0][: len(shapes[0]) - places])
-
-    def tensor(shape: tuple[int, ...]) -> TensorMap:
-        return (*leading, *factors.dims(shape[len(leading) :], WHOLE))
-
-    inputs = [tensor(operand.shape) for operand in call.operands]
-    return factors.rule(inputs, [tensor(r.shape) if r is not None else () for r in call.results], linear)
-
-
-def _places(call: OpCall) -> int:
-    """Number of trailing dims that are places: the digit in the op's name."""
-    name = call.target.overloadpacket.__name__
-    return next(int(name[i - 1]) for i in range(1, len(name) + 1) if name[i - 1 : i + 1] in ("1d", "2d", "3d"))
+def _crops(at: Geometry, image: Sequence[Range], out: Sequence[Range]) -> tuple[list[int], list[int], list[int]]:
+    """Of a transposed convolution: what has to be cut off, as torch's padding takes it; its padding, which cuts off
+    both sides of a dim alike, and its output padding.
+    """
+    after: list[Margin] = []
+    by_op: list[int] = []
+    extra: list[int] = []
+    for stride, pad, span, read, made in zip(at.stride, at.padding, at.spans, image, out, strict=True):
+        low = made[0] - (stride * read[0] - pad)
+        high = stride * (read[1] - 1) - pad + span - made[1]
+        alike = low >= 0 and 0 <= low - high < stride
+        both = low if alike else max(0, min(low, high))
+        after.append((0, 0) if alike else (both - low, both - high))
+        by_op.append(both)
+        extra.append(low - high if alike else 0)
+    return padding(after), by_op, extra

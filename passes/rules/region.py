@@ -96,8 +96,18 @@ class Region:
             for r, (shape, result) in enumerate(zip(op.shapes(extents)[1], op.call.results, strict=True))
             if result is not None and not is_view(op.call.target)
         }
-        last = {self._base(source): j for j, op in enumerate(self.body) for source in op.sources}
-        last |= dict.fromkeys(map(self._base, self.outputs), len(self.body))
+        behind = {
+            (j, r): op.sources[0]
+            for j, op in enumerate(self.body)
+            if is_view(op.call.target)
+            for r in range(len(op.call.results))
+        }
+        last: dict[Source, int] = {}
+        reads = [(source, j) for j, op in enumerate(self.body) for source in op.sources]
+        for source, j in (*reads, *((source, len(self.body)) for source in self.outputs)):
+            while source in behind:  # a view keeps what it looks at alive
+                source = behind[source]
+            last[source] = j
         spans = [(at[0], last.get(at, at[0]), size) for at, size in sizes.items()]
         return max(sum(size for start, end, size in spans if start <= j <= end) for j in range(len(self.body)))
 
@@ -152,6 +162,7 @@ class _Dims:
         for j, op in enumerate(body):
             for f, factor in enumerate(op.rule.factors):
                 self._add(("op", j, f), factor.size)
+            self.whole.update(("op", j, f) for f in op.rule.windowed)
         for j, op in enumerate(body):
             for source, tensor in zip(op.sources, op.rule.inputs, strict=True):
                 self._join(j, op.rule, source, tensor)

@@ -1,16 +1,19 @@
 """Taking tensors apart and putting them together along a dim.
 
-The dim itself is whole, with one exception: where all parts are equal, it is written as (part, rest), and the rest may
-be cut: `split: (p r) -> r, ..., r`. So the projections of Q, K and V stay cut by heads when they are one matrix.
+The dim itself is whole, with two exceptions. Where all parts are equal, it is written as (part, rest), and the rest may
+be cut: `split: (p r) -> r, ..., r`. So the projections of Q, K and V stay cut by heads when they are one matrix. And
+zeros may be put around a dim that is cut: what it then consists of is shifted, and read through a window.
 """
 
 from __future__ import annotations
 
 import torch
 
-from stpart_compiler.ir.rule import WHOLE, DimMap, OpRule, TensorMap
+from stpart_compiler.ir.rule import PARALLEL, WHOLE, DimMap, OpRule, TensorMap
+from stpart_compiler.ir.window import Window
 from stpart_compiler.passes.rules.factors import Factors, normalized, result, whole_at
 from stpart_compiler.passes.rules.registry import Block, LocalCall, OpCall, Operand, localized, rule
+from stpart_compiler.passes.rules.windows import margins, padding, places, spans
 
 aten = torch.ops.aten
 
@@ -157,17 +160,37 @@ def parted_block(call: OpCall, block: Block) -> LocalCall:
 
 @rule(aten.constant_pad_nd.default)
 def padded(call: OpCall) -> OpRule:
-    """Padded dims are whole on both sides."""
+    """Padded dims are cut with zeros alone, and read through windows (halo h): a block may be padding as a whole."""
     before, after = call.operands[0].shape, result(call).shape
-    pad = call.args[1]
-    touched = {len(before) - 1 - i // 2 for i, width in enumerate(pad) if width}
+    zeros = call.arg(2, "value", 0) == 0
+    windows = _pad_windows(call)
     factors = Factors()
-    source = factors.dims(before, whole_at(len(before), sorted(touched)))
-    out = tuple(
-        factors.dim(size, WHOLE) if i in touched else dim
-        for i, (size, dim) in enumerate(zip(after, source, strict=True))
+    own = [factors.dim(size) if i not in windows else () for i, size in enumerate(before)]
+    made, read = places(
+        factors, list(windows.values()), [before[i] for i in windows], [PARALLEL if zeros else WHOLE] * len(windows)
     )
-    return factors.rule((source,), (out,), ((0,),) if call.arg(2, "value", 0) == 0 else ())
+    source, out = list(own), list(own)
+    for i, into, of in zip(windows, made, read, strict=True):
+        source[i], out[i] = of, into
+    assert len(out) == len(after)
+    return factors.rule((tuple(source),), (tuple(out),), ((0,),) if zeros else ())
+
+
+def _pad_windows(call: OpCall) -> dict[int, Window]:
+    """Dim that is padded -> window through which its positions read: each at most one."""
+    before, after, pad = call.operands[0].shape, result(call).shape, call.args[1]
+    touched = [len(before) - 1 - i // 2 for i, width in enumerate(pad) if width]
+    starts = {dim: pad[2 * (len(before) - 1 - dim)] for dim in sorted(set(touched))}
+    return {dim: Window(after[dim], 1, 1, -start, -start) for dim, start in starts.items()}
+
+
+@localized(aten.constant_pad_nd.default)
+def padded_block(call: OpCall, block: Block) -> LocalCall:
+    """Padding of the block at the borders of the whole."""
+    windows = _pad_windows(call)
+    read, made = (spans(block, tensor) for tensor in (block.rule.inputs[0], block.rule.outputs[0]))
+    around = [margins(windows[i], read[i], made[i]) if i in windows else (0, 0) for i in range(len(read))]
+    return call.target, (call.args[0], padding(around), *call.args[2:]), call.kwargs
 
 
 @rule(aten.repeat.default)

@@ -8,6 +8,9 @@ A tensor dim is a product of *atoms* (major to minor; one atom unless a view mad
 Several digits cut an atom one after another, each like `torch.chunk` (blocks may be smaller at the end, or empty). An
 axis in no digit: the tensor is replicated over it. Pending digits in `partial` say that the blocks along them are
 summands of the true value, or parts that `combine` to it in another way (ir.combine).
+
+An atom may be held through a *window* (ir.window): the digits then cut another dim, and a rank holds what its block of
+that one reads. Such blocks overlap. Values are brought into such a layout for one op, and never rest in one.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ import torch
 from stpart_compiler.ir.combine import PAIRWISE, neutral
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.rule import SUM
-
-Range = tuple[int, int]
+from stpart_compiler.ir.window import Range as Range
+from stpart_compiler.ir.window import Window
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,14 @@ def form(q: int, tau: int = 0, offset: int = 0, /, **coeffs: int) -> Digit:
 
 @dataclass(frozen=True)
 class Atom:
-    """A factor of a tensor dim: `size` elements cut by `digits`, major to minor."""
+    """A factor of a tensor dim: `size` elements cut by `digits`, major to minor.
+
+    With a `window` the digits cut the dim that it belongs to, and the blocks are what blocks of that dim read.
+    """
 
     size: int
     digits: tuple[Digit, ...] = ()
+    window: Window | None = None
 
     @property
     def parts(self) -> int:
@@ -83,14 +90,25 @@ class Atom:
 
     def range(self, coords: Mapping[str, int], t: int = 0) -> Range:
         """Half-open index range of the block at `coords` (hierarchical torch.chunk)."""
+        if self.window is not None:
+            return self.window.image(Atom(self.window.size, self.digits).range(coords, t), self.size)
         start, size = 0, self.size
         for digit in self.digits:
             low, high = chunk_range(size, digit.q, digit.value(coords, t))
             start, size = start + low, high - low
         return start, start + size
 
+    @property
+    def largest(self) -> int:
+        """Elements of the largest block."""
+        size = self.size if self.window is None else self.window.size
+        for digit in self.digits:
+            size = -(-size // digit.q)
+        return size if self.window is None else self.window.most(size, self.size)
+
     def __str__(self) -> str:
-        return f"{self.size}@{'.'.join(str(d) for d in self.digits)}" if self.digits else str(self.size)
+        halo = "+halo" if self.window is not None else ""
+        return f"{self.size}@{'.'.join(str(d) for d in self.digits)}{halo}" if self.digits else str(self.size)
 
 
 def chunk_range(size: int, parts: int, index: int) -> Range:
@@ -118,7 +136,7 @@ class Layout:
         object.__setattr__(self, "combine", self.combine if self.partial else SUM)
         # plain tuples: comparing them is what a search over layouts does most
         key = (
-            tuple(tuple((atom.size, *map(_digit_key, atom.digits)) for atom in atoms) for atoms in self.dims),
+            tuple(tuple(map(_atom_key, atoms)) for atoms in self.dims),
             tuple(map(_digit_key, self.partial)),
             self.combine,
         )
@@ -153,6 +171,13 @@ class Layout:
     def without_partial(self) -> Layout:
         return Layout(self.dims) if self.partial else self
 
+    def without_halo(self) -> Layout:
+        """Cut by the same digits, each dim by itself: a layout in which a value may rest."""
+        if not any(atom.window for atom in self.atoms):
+            return self
+        dims = tuple(tuple(Atom(atom.size, atom.digits) for atom in atoms) for atoms in self.dims)
+        return Layout(dims, self.partial, self.combine)
+
     def __str__(self) -> str:
         body = ", ".join(_dim_text(atoms) for atoms in self.dims)
         return f"[{body}]{self.pending_text}"
@@ -166,6 +191,11 @@ class Layout:
 
 def _dim_text(atoms: tuple[Atom, ...]) -> str:
     return str(atoms[0]) if len(atoms) == 1 else f"({' '.join(str(a) for a in atoms)})"
+
+
+def _atom_key(atom: Atom) -> tuple[object, ...]:
+    digits = tuple(map(_digit_key, atom.digits))
+    return (atom.size, *digits) if atom.window is None else (atom.size, atom.window, *digits)
 
 
 def _digit_key(digit: Digit) -> tuple[object, ...]:
@@ -185,6 +215,8 @@ def _merged(atoms: tuple[Atom, ...]) -> tuple[Atom, ...]:
 
 
 def _can_merge(major: Atom, minor: Atom) -> bool:
+    if major.window is not None or minor.window is not None:
+        return False
     if not major.digits and not minor.digits:
         return True
     if major.size % major.parts:
@@ -222,14 +254,7 @@ def _extent(span: Range) -> int:
 
 def max_local_numel(layout: Layout) -> int:
     """Elements of the largest block."""
-    return math.prod(_largest(atom) for atom in layout.atoms)
-
-
-def _largest(atom: Atom) -> int:
-    size = atom.size
-    for digit in atom.digits:
-        size = -(-size // digit.q)
-    return size
+    return math.prod(atom.largest for atom in layout.atoms)
 
 
 def coordinate(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:

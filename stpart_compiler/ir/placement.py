@@ -2,7 +2,8 @@
 
 Forms are interned by their values over all ranks, so that equivalent forms are one, keys are small tuples of ints, and
 what is known of a pattern of cuts is found again for tensors of other sizes. `PairAtom`: one atom of a common
-refinement of two layouts, with the cuts that each makes in it.
+refinement of two layouts, with the cuts that each makes in it. A cut of an atom that is held through a window ends in
+the number of the window, which is negative; it goes along with the digits like one more of a single value.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from stpart_compiler.ir.layout import Atom, Digit, Layout, Range
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.rule import SUM
+from stpart_compiler.ir.window import Window
 
 Cuts = tuple[tuple[int, ...], ...]  # per atom, the numbers of its digits, major to minor
 Box = tuple[Range, ...]  # an index range per atom
@@ -72,6 +74,7 @@ class Tables:
         self.q: dict[int, int] = {}
         self._values: dict[int, tuple[int, ...]] = {}
         self._number: dict[Digit, int] = {}
+        self._windows: dict[int, Window] = {}
         self._profiles: dict[Layout, Profile] = {}
         self._refined: dict[tuple[tuple[CutAtom, ...], tuple[CutAtom, ...]], tuple[PairAtom, ...] | None] = {}
         self._ranges: dict[CutAtom, tuple[Range, ...]] = {}
@@ -105,10 +108,24 @@ class Tables:
     def _numbers(self, digits: tuple[Digit, ...]) -> tuple[int, ...]:
         return tuple(self.number(digit) for digit in digits if digit.q > 1)
 
+    def _cut(self, atom: Atom) -> tuple[int, ...]:
+        digits = self._numbers(atom.digits)
+        return digits if atom.window is None else (*digits, self._window(atom.window))
+
+    def _window(self, window: Window) -> int:
+        """Number of a window, made of its own numbers alone."""
+        found = 1
+        for part in (window.size, window.num, window.den, window.low, window.high):
+            found = (found << 64) + part  # parts may be negative, yet are far smaller than the base: no two are alike
+        self._windows[-found] = window
+        self.q[-found] = 1
+        self._values[-found] = (0,) * len(self.ranks)
+        return -found
+
     def profile(self, layout: Layout) -> Profile:
         found = self._profiles.get(layout)
         if found is None:
-            dims = tuple(tuple((atom.size, self._numbers(atom.digits)) for atom in atoms) for atoms in layout.dims)
+            dims = tuple(tuple((atom.size, self._cut(atom)) for atom in atoms) for atoms in layout.dims)
             found = self._profiles[layout] = Profile(dims, tuple(sorted(self._numbers(layout.partial))))
         return found
 
@@ -162,7 +179,9 @@ class Tables:
         return (*out, *(() for _ in rest))
 
     def _split(self, digits: tuple[int, ...], parts: list[int]) -> list[tuple[int, ...]] | None:
-        """Digits of one atom over its parts. Only the last part may be cut unevenly."""
+        """Digits of one atom over its parts. Only the last part may be cut unevenly; a window is never taken apart."""
+        if len(parts) > 1 and is_windowed(digits):
+            return None
         out = []
         left = list(digits)
         for size in parts[:-1]:
@@ -187,15 +206,20 @@ class Tables:
         """A placement over the pair's atoms, as a layout of the tensor."""
         dims: dict[int, list[Atom]] = {}
         for dim, atom, cut in zip(pair.dim_of, pair.atoms, placed.cuts, strict=True):
-            dims.setdefault(dim, []).append(Atom(atom.size, tuple(self.digits[i] for i in cut)))
+            dims.setdefault(dim, []).append(self._atom(atom.size, cut))
         partial = tuple(self.digits[i] for i in placed.partial)
         return Layout(tuple(tuple(atoms) for atoms in dims.values()), partial, pair.combine)
+
+    def _atom(self, size: int, cut: tuple[int, ...]) -> Atom:
+        if is_windowed(cut):
+            return Atom(size, tuple(self.digits[i] for i in cut[:-1]), self._windows[cut[-1]])
+        return Atom(size, tuple(self.digits[i] for i in cut))
 
     def ranges(self, size: int, cut: tuple[int, ...]) -> tuple[Range, ...]:
         """Per rank, its range of an atom."""
         found = self._ranges.get((size, cut))
         if found is None:
-            atom = Atom(size, tuple(self.digits[i] for i in cut))
+            atom = self._atom(size, cut)
             found = self._ranges[size, cut] = tuple(atom.range(coords) for coords in self.mesh.coords)
         return found
 
@@ -211,8 +235,16 @@ class Tables:
         return found
 
     def overlaps(self, atom: PairAtom) -> dict[Range, tuple[Overlap, ...]]:
-        """Target range -> the source ranges it meets, ascending, each with the part they share."""
+        """Target range -> the source ranges it meets, ascending, each with the part they share.
+
+        Blocks held through a window overlap: they stay as they are.
+        """
         found = self._overlaps.get(atom)
+        if found is None and is_windowed(atom.source):
+            assert atom.source == atom.target, f"{atom}: nothing is read of blocks that overlap"
+            found = {to: ((to, to),) for to in self.ranges(atom.size, atom.target) if to[0] < to[1]}
+            found |= {to: () for to in self.ranges(atom.size, atom.target) if to[0] >= to[1]}
+            self._overlaps[atom] = found
         if found is None:
             sources = sorted(set(self.ranges(atom.size, atom.source)))
             targets = set(self.ranges(atom.size, atom.target))
@@ -268,6 +300,11 @@ class Tables:
         """Names of the axes in `apart`, in mesh order."""
         last = len(self.mesh.axes) - 1
         return tuple(name for i, name in enumerate(self.mesh.axes) if apart >> (last - i) & 1)
+
+
+def is_windowed(cut: tuple[int, ...]) -> bool:
+    """Whether an atom with this cut is held through a window."""
+    return bool(cut) and cut[-1] < 0
 
 
 def _strides(atoms: tuple[CutAtom, ...]) -> Counter[int]:

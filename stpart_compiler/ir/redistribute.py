@@ -1,7 +1,8 @@
 """Redistribution: the cheapest steps from one layout of a tensor to another.
 
 Every path leads through at most a few layouts on the way: what can be sliced locally is sliced, sums are reduced (at
-once or digit by digit, scattered where the target cuts along them), then blocks move, directly or by way of a gather.
+once or digit by digit, scattered where the target cuts along them), then blocks move, directly or by way of a gather;
+halos come last.
 Paths depend on the cuts, not on the sizes, as long as blocks are even: they are found once for a *pattern*, in which
 each atom is as small as its cuts allow, and priced for every tensor by scale.
 """
@@ -16,8 +17,11 @@ from typing import NamedTuple, Protocol
 
 from stpart_compiler.ir.layout import Atom, Layout
 from stpart_compiler.ir.mesh import Mesh
-from stpart_compiler.ir.placement import Box, Cuts, Pair, PairAtom, Placed, Tables, tables
+from stpart_compiler.ir.placement import Box, Cuts, Pair, PairAtom, Placed, Tables, is_windowed, tables
 from stpart_compiler.ir.relayout import Flow, Groups, Leg, Sizes, Traffic, find_flow, find_leg
+
+FEWER_STEPS = 1.1
+"""How much dearer a path of fewer steps that moves no more may be: only the first step runs beside compute."""
 
 PLAN_ITEMSIZE = 4  # bytes an element by which paths are compared
 
@@ -234,7 +238,7 @@ def _pattern(table: Tables, pair: Pair) -> tuple[_Pattern, int, list[int]]:
             scale *= size
             continue
         least = table.evenly(source, target)
-        if size % least == 0:
+        if size % least == 0 and not is_windowed(source) and not is_windowed(target):
             scale *= size // least
             atom = PairAtom(least, source, target)
         cut.append((atom, index))
@@ -250,8 +254,11 @@ def _cheapest(table: Tables, pattern: _Pattern, scale: int, cost: StepCost) -> t
     if len(paths) == 1:
         return _seconds(paths[0].charges, scale * PLAN_ITEMSIZE, cost), paths[0]
     seconds = [_seconds(path.charges, scale * PLAN_ITEMSIZE, cost) for path in paths]
-    best = min(seconds)
-    return best, paths[seconds.index(best)]
+    least = min(seconds)
+    moved = [sum(charge[2] for charge in path.charges) for path in paths]
+    most = moved[seconds.index(least)]
+    best = next(i for i, price in enumerate(seconds) if price <= FEWER_STEPS * least and moved[i] <= most)
+    return seconds[best], paths[best]
 
 
 def _distinct(paths: Iterator[_Path]) -> tuple[_Path, ...]:
@@ -342,6 +349,9 @@ def _routes(table: Tables, source: Placed, target: Placed) -> Iterator[list[Plac
     """Stops to try, source and target included."""
     gone = tuple(i for i in source.partial if i not in target.partial)
     goal = Placed(target.cuts, tuple(i for i in target.partial if i in source.partial))
+    plain = tuple(cut[:-1] if is_windowed(cut) else cut for cut in target.cuts)
+    if plain != target.cuts:  # to blocks that do not overlap, then their halos
+        yield from ([*stops, target] for stops in _routes(table, source, Placed(plain, target.partial)))
     for head in _heads(table, source, goal, gone):
         for tail in _tails(head[-1], goal):
             yield [*head, *tail, goal, target]

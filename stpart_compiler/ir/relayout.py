@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stpart_compiler.ir.placement import Box, Piece, Placed, Tables, extent, inside, volume
+from stpart_compiler.ir.placement import Box, Piece, Placed, Tables, extent, inside, is_windowed, volume
 from stpart_compiler.ir.rule import SUM
 
 Groups = tuple[tuple[int, ...], ...]
@@ -67,15 +67,22 @@ class Leg(NamedTuple):
 def find_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed, combine: str = SUM) -> Leg | None:
     """The step from `a` to `b`; None where one step cannot do it.
 
-    Collectives only add: what combines otherwise (it is small, a number for each row) is sent in pieces.
+    Collectives only add: what combines otherwise (it is small, a number for each row) is sent in pieces. So are halos:
+    blocks that overlap are no even parts. Of such blocks a rank can only keep less, or the same.
     """
     new = set(b.partial) - set(a.partial)
     gone = set(a.partial) - set(b.partial)
     here, there = table.boxes(sizes, a.cuts), table.boxes(sizes, b.cuts)
+    changed = [(x, y) for x, y in zip(a.cuts, b.cuts, strict=True) if x != y]
+    if any(is_windowed(x) for x, _ in changed):
+        return _local("slice") if not new and not gone and all(map(inside, there, here)) else None
+    halo = any(is_windowed(y) for _, y in changed)
     if new:
         assert combine == SUM, f"{combine}: only sums begin with blocks of zeros"
         return _local("zero") if not gone and here == there else None
     if gone and combine != SUM:
+        return _pieces_leg(table, sizes, a, b, "reduce_exchange")
+    if gone and halo:
         return _pieces_leg(table, sizes, a, b, "reduce_exchange")
     if gone:
         return _reduction(table, sizes, a, b)
@@ -83,6 +90,8 @@ def find_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed, combine: str = S
         return _local("same")
     if all(map(inside, there, here)):
         return _local("slice")
+    if halo:
+        return _pieces_leg(table, sizes, a, b, "exchange")
     return _gather(table, sizes, a, b) or _all_to_all(table, sizes, a, b) or _pieces_leg(table, sizes, a, b, "exchange")
 
 

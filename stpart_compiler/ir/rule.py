@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+from stpart_compiler.ir.window import Window
 
 PARALLEL = "parallel"
 SUM = "sum"
@@ -17,6 +20,7 @@ MIN = "min"
 LOGSUMEXP = "logsumexp"
 WHOLE = "whole"
 ONLINE = "online"
+HALO = "halo"
 
 COMBINED = frozenset({SUM, MAX, MIN, LOGSUMEXP})
 """Kinds of factors that results lack when they are cut: results of blocks combine elementwise (ir.combine)."""
@@ -32,11 +36,14 @@ class Factor:
     `kind`: PARALLEL (blocks concatenate), SUM (block results add up), ONLINE (results of one block after another are
     merged as they are made, so that it may be cut in time only), WHOLE (must not be cut).
     MAX, MIN, LOGSUMEXP: like SUM, but the result is the largest, smallest, or logsumexp of block results.
+    HALO: a block of it is what a block of the factor `driver` reads through `window`; it is cut as that one is.
     """
 
     name: str
     size: int
     kind: str = PARALLEL
+    window: Window | None = None
+    driver: int = -1
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,18 @@ class OpRule:
     @property
     def cuttable(self) -> tuple[int, ...]:
         """Factors that may be cut in space."""
-        kept = (WHOLE, ONLINE)
+        kept = (WHOLE, ONLINE, HALO)
         return tuple(i for i, factor in enumerate(self.factors) if factor.kind not in kept and factor.size > 1)
+
+    @cached_property
+    def windowed(self) -> frozenset[int]:
+        """Factors that are read through windows, and those that drive them. They are never written as several."""
+        halos = [f for f, factor in enumerate(self.factors) if factor.kind == HALO]
+        return frozenset([*halos, *(self.factors[f].driver for f in halos)])
+
+    def driver(self, f: int) -> int:
+        """The factor whose digits cut factor `f`: itself, unless it is read through a window."""
+        return self.factors[f].driver if self.factors[f].kind == HALO else f
 
     def __str__(self) -> str:
         ins = ", ".join(_tensor_text(self, tensor) for tensor in self.inputs)
@@ -102,6 +119,7 @@ def refined(rule: OpRule, parts: Mapping[int, tuple[int, ...]]) -> OpRule:
     for index, factor in enumerate(rule.factors):
         sizes = parts.get(index, (factor.size,))
         assert math.prod(sizes) == factor.size, f"{factor} cannot be refined as {sizes}"
+        assert len(sizes) == 1 or index not in rule.windowed, f"{factor} goes with a window, refined as {sizes}"
         ids[index] = tuple(range(len(factors), len(factors) + len(sizes)))
         names = [factor.name] if len(sizes) == 1 else [f"{factor.name}{i}" for i in range(len(sizes))]
         factors += [replace(factor, name=name, size=size) for name, size in zip(names, sizes, strict=True)]
@@ -110,6 +128,7 @@ def refined(rule: OpRule, parts: Mapping[int, tuple[int, ...]]) -> OpRule:
         return tuple(tuple(new for old in dim for new in ids[old]) for dim in tensor)
 
     inputs, outputs = tuple(map(renamed, rule.inputs)), tuple(map(renamed, rule.outputs))
+    factors = [replace(f, driver=ids[f.driver][0]) if f.kind == HALO else f for f in factors]
     loops, tiles = (frozenset(_major(ids[f], factors) for f in found) for found in (rule.loops, rule.tiles))
     return OpRule(tuple(factors), inputs, outputs, rule.linear, loops, tiles, rule.combines)
 

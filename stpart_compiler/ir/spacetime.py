@@ -78,9 +78,13 @@ class InvalidStrategyError(ValueError):
 def factor_range(strategy: Strategy, rule: OpRule, mesh: Mesh, rank: int, t: int) -> tuple[Range, ...]:
     """Per factor, the index range that `rank` computes at step `t`."""
     coords = mesh.coords[rank]
-    return tuple(
-        Atom(factor.size, digits).range(coords, t) for factor, digits in zip(rule.factors, strategy.digits, strict=True)
-    )
+    return tuple(factor_atom(rule, strategy, f).range(coords, t) for f in range(len(rule.factors)))
+
+
+def factor_atom(rule: OpRule, strategy: Strategy, f: int) -> Atom:
+    """Factor `f` with its digits: through its window those of the factor that drives it."""
+    factor, digits = rule.factors[f], strategy.digits[rule.driver(f)]
+    return Atom(factor.size, digits, factor.window if digits else None)
 
 
 @lru_cache(maxsize=200_000)
@@ -102,7 +106,7 @@ def _input_port(rule: OpRule, strategy: Strategy, mesh: Mesh, index: int, time: 
     partial = strategy.pending if carries else ()
     if not _has_factor(tensor, time):
         return Port(_layout(rule, strategy, tensor, 0, partial))
-    shift = _shift(strategy, tensor, mesh)
+    shift = _shift(rule, strategy, tensor, mesh)
     if shift is None or not shift:
         return Port(_layout(rule, strategy, tensor, None, partial), SLICE)
     return Port(_layout(rule, strategy, tensor, 0, partial), MOVE, shift)
@@ -114,7 +118,7 @@ def _output_port(rule: OpRule, strategy: Strategy, mesh: Mesh, index: int, time:
     if not _has_factor(tensor, time):
         pending = _unresolved(rule, strategy, tensor, ())
         return Port(_layout(rule, strategy, tensor, 0, (*strategy.pending, *pending), combine))
-    shift = _shift(strategy, tensor, mesh)
+    shift = _shift(rule, strategy, tensor, mesh)
     if shift is None or not shift:
         pending = _unresolved(rule, strategy, tensor, ())
         return Port(_layout(rule, strategy, tensor, None, (*strategy.pending, *pending), combine), SLICE)
@@ -151,22 +155,21 @@ def _layout(
 ) -> Layout:
     """Layout of a tensor with the time step fixed at `t`, or without the time digit (None)."""
 
-    def at_rest(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
-        return tuple(digit.at_rest(t or 0) for digit in digits if t is not None or not digit.tau)
+    def at_rest(atom: Atom) -> Atom:
+        digits = tuple(digit.at_rest(t or 0) for digit in atom.digits if t is not None or not digit.tau)
+        return Atom(atom.size, digits, atom.window)
 
-    dims = tuple(
-        tuple(Atom(rule.factors[f].size, at_rest(strategy.digits[f])) for f in dim) or (Atom(1),) for dim in tensor
-    )
+    dims = tuple(tuple(at_rest(factor_atom(rule, strategy, f)) for f in dim) or (Atom(1),) for dim in tensor)
     return Layout(dims, partial, combine)
 
 
-def _tensor_digits(strategy: Strategy, tensor: TensorMap) -> list[Digit]:
-    return [digit for dim in tensor for f in dim for digit in strategy.digits[f]]
+def _tensor_digits(rule: OpRule, strategy: Strategy, tensor: TensorMap) -> list[Digit]:
+    return [digit for dim in tensor for f in dim for digit in strategy.digits[rule.driver(f)]]
 
 
-def _shift(strategy: Strategy, tensor: TensorMap, mesh: Mesh) -> Shift | None:
+def _shift(rule: OpRule, strategy: Strategy, tensor: TensorMap, mesh: Mesh) -> Shift | None:
     """Displacement to the rank whose block at step t is the one needed here at step t+1; None: no rank has it."""
-    return _solve_shift(tuple(_tensor_digits(strategy, tensor)), mesh)
+    return _solve_shift(tuple(_tensor_digits(rule, strategy, tensor)), mesh)
 
 
 @lru_cache(maxsize=50_000)

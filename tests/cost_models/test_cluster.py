@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stpart_compiler.cost_models.cluster import Cluster, Device, Link, load_cluster, parse_cluster, presets
+from stpart_compiler.cost_models.cluster import SOURCED, Cluster, Device, Link, load_cluster, parse_cluster, presets
 from stpart_compiler.ir.mesh import Mesh
 
 FAST, SLOW = Link(1e-6, 64e9), Link(1e-5, 2e9)
@@ -41,6 +41,9 @@ def test_the_named_presets_exist():
         "a100-80gb-8",
         "h100-80gb-8",
         "h200-141gb-8",
+        "b200-180gb-8",
+        "pcie-l40s-8",
+        "v100-32gb-8x4-stated",
     }
 
 
@@ -52,6 +55,7 @@ def test_preset_loads_under_its_own_name(name):
     sizes = (4, 8) if cluster.max_ranks in (None, 32) else (cluster.max_ranks,)
     mesh = Mesh(("x", "y")[: len(sizes)], sizes)
     assert cluster.link_for(mesh.axes, mesh).bandwidth == min(link.bandwidth for _, link in cluster.levels)
+    assert {name for name, _ in cluster.sources} == set(SOURCED)
 
 
 def test_none_gives_the_generic_preset_of_the_device_type():
@@ -67,7 +71,9 @@ def test_a_cluster_passes_through():
 
 
 def test_unknown_preset_lists_presets():
-    with pytest.raises(ValueError, match=r"no preset 'h1000'; presets are a100-80gb-8, cpu-gloo, .*v100-32gb-8x4"):
+    with pytest.raises(
+        ValueError, match=r"no preset 'h1000'; presets are a100-80gb-8, b200-180gb-8, cpu-gloo, .*v100-32gb-8x4"
+    ):
         load_cluster("h1000")
 
 
@@ -180,3 +186,29 @@ def test_unlisted_dtype_runs_like_float32():
     device = replace(DEVICE, peak_flops=(("bfloat16", 8.0), ("float32", 2.0)))
     assert device.peak(torch.bfloat16) == 8.0
     assert device.peak(torch.float64) == device.peak(torch.int8) == 2.0
+
+
+def test_groups_share_a_link_that_several_ranks_have_together():
+    hosts = Cluster("hosts", DEVICE, ((4, FAST), (32, Link(1e-5, 8e9, shared_by=4))))
+    mesh = Mesh(("d", "m"), (8, 4))
+    assert hosts.link_for(("d",), mesh) == Link(1e-5, 2e9)  # the four groups of a host, a quarter each
+    assert hosts.link_for(("d", "m"), mesh) == Link(1e-5, 8e9)  # one group, which leaves each host once
+    assert hosts.link_for(("m",), mesh) == FAST
+    assert (hosts.level_between(4, 7), hosts.level_between(3, 4)) == (0, 1)
+    with pytest.raises(ValueError, match=r"no link between ranks 0 and 32"):
+        hosts.level_between(0, 32)
+
+
+def test_ranks_on_one_link_must_divide_those_it_joins():
+    with pytest.raises(ValueError, match=r"links\[0\] joins 4 ranks, 3 of which share one link"):
+        Cluster("c", DEVICE, ((4, Link(0.0, 1.0, shared_by=3)),))
+    assert parse_cluster(GOOD + "shared_by = 2\n", "mine.toml").levels[0][1].shared_by == 2
+    with pytest.raises(ValueError, match=r"mine.toml: key 'links\[0\].shared_by': expected a positive integer, got 0"):
+        parse_cluster(GOOD + "shared_by = 0\n", "mine.toml")
+
+
+def test_sources_are_of_figures_that_there_are():
+    cluster = parse_cluster(GOOD + '[sources]\nlinks = "measured"\n', "mine.toml")
+    assert cluster.sources == (("links", "measured"),)
+    with pytest.raises(ValueError, match=r"mine.toml: cluster 'mine': sources.link is unknown; known: memory, "):
+        parse_cluster(GOOD + '[sources]\nlink = "measured"\n', "mine.toml")

@@ -18,10 +18,10 @@ DEVICE = Device("d", "cpu", (("float32", 1e12), ("bfloat16", 4e12)), 2**30, 1e11
 CLUSTER = Cluster("c", DEVICE, ((None, Link(0, 1e9)),))
 
 
-def call(op, ins, outs, dtype=torch.float32):
+def call(op, ins, outs, dtype=torch.float32, rest=()):
     operands = tuple(Operand(i, tuple(shape), dtype) for i, shape in enumerate(ins))
     results = tuple(Operand(i, tuple(shape), dtype) for i, shape in enumerate(outs))
-    return OpCall(op, operands, {}, operands, results)
+    return OpCall(op, (*operands, *rest), {}, operands, results)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,15 @@ def test_other_products_by_hand():
     assert flops(call(aten.linear.default, ins, outs), ins, outs) == 2 * 2 * 3 * 5 * 7
 
 
-def test_convolution_flops_agree_with_torch():
-    ins = [(2, 4, 9, 9), (6, 2, 3, 3)]
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_convolution_flops_by_hand(is_transposed):
+    """Each place of the result, or of the image of a transposed one, meets the kernel for each channel of its group."""
+    ins = [(2, 4, 9, 9), (4, 3, 3, 3) if is_transposed else (6, 2, 3, 3)]
     x, w = (torch.zeros(shape) for shape in ins)
-    args = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 2)
+    args = (None, [2, 2], [1, 1], [1, 1], is_transposed, [0, 0], 2)
     out = aten.convolution.default(x, w, *args)
-    by_hand = 2 * out.numel() * (4 // 2) * 9
-    assert flops(call(aten.convolution.default, ins, [out.shape]), ins, [out.shape]) == by_hand
+    by_hand = 2 * (x.numel() * 3 if is_transposed else out.numel() * 2) * 9
+    assert flops(call(aten.convolution.default, ins, [out.shape], rest=args), ins, [out.shape]) == by_hand
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,12 @@ def test_a_lookup_reads_only_the_rows_it_needs():
     table, ids, out = (10**6, 64), (3,), (3, 64)
     lookup = call(aten.embedding.default, [table, ids], [out])
     assert moved_bytes(lookup, [table, ids], [out]) == 4 * (2 * 3 * 64 + 3)
+
+
+def test_what_a_tensor_is_made_like_is_not_read():
+    like, out = (100, 1000), (10, 1000)
+    assert moved_bytes(call(aten.new_zeros.default, [like], [out]), [like], [out]) == 4 * 10 * 1000
+    assert moved_bytes(call(aten.new_empty.default, [like], [out]), [like], [out]) == 0
 
 
 def test_results_that_are_no_tensors_and_empty_blocks():

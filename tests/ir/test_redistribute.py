@@ -18,6 +18,7 @@ from stpart_compiler.ir.layout import (
     Layout,
     form,
     gather,
+    holders,
     local_shape,
     max_local_numel,
     pending_index,
@@ -29,6 +30,7 @@ from stpart_compiler.ir.layout import (
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.program import Builder, Pending, RankProgram
 from stpart_compiler.ir.redistribute import (
+    PLAN_ITEMSIZE,
     PlainCost,
     Redistribution,
     StepCost,
@@ -38,6 +40,7 @@ from stpart_compiler.ir.redistribute import (
     step_traffic,
 )
 from stpart_compiler.ir.rule import LOGSUMEXP, MAX, MIN
+from stpart_compiler.ir.window import Window
 from stpart_compiler.passes.emit_fx import emit_fx
 from stpart_compiler.passes.emit_redistribute import emit_redistribution
 from stpart_compiler.passes.verify import verify_programs
@@ -100,6 +103,67 @@ def test_every_layout_becomes_every_other(
     source, target = data.draw(layouts(mesh, shape)), data.draw(layouts(mesh, shape))
     plan = redistribute(source, target, mesh, data.draw(st.sampled_from([None, PlainCost(0.0), PlainCost(1.0)])))
     check(plan, mesh, data.draw(st.sampled_from([lambda part: part, strided])))
+
+
+WINDOWS = [(1, 1, -1, 1), (1, 1, -2, 5), (2, 1, -1, 1), (3, 1, 0, 0), (1, 2, -2, 1), (1, 3, -4, 2), (1, 1, 2, 2)]
+
+
+@st.composite
+def through_windows(draw: st.DrawFn, layouts: Layouts, mesh: Mesh, shape: tuple[int, ...]) -> Layout:
+    """A layout of which some dims are read through windows by dims of other sizes."""
+    made = draw(layouts(mesh, tuple(draw(SIZES) for _ in shape)))
+    dims = []
+    for atoms, size in zip(made.dims, shape, strict=True):
+        window = Window(math.prod(atom.size for atom in atoms), *draw(st.sampled_from(WINDOWS)))
+        digits = tuple(digit for atom in atoms for digit in atom.digits)
+        dims.append((Atom(size, digits, window if digits and draw(st.integers(0, 3)) else None),))
+    return Layout(tuple(dims), made.partial)
+
+
+@settings(max_examples=100)
+@given(data=st.data(), mesh=st.sampled_from(MESHES), shape=st.lists(SIZES, min_size=1, max_size=2).map(tuple))
+def test_every_layout_becomes_one_of_halos(
+    data: st.DataObject, mesh: Mesh, shape: tuple[int, ...], layouts: Layouts
+) -> None:
+    """Halos wider than a neighbour's block, empty blocks, corners, sums that stay pending or end on the way."""
+    source, target = data.draw(layouts(mesh, shape)), data.draw(through_windows(layouts, mesh, shape))
+    plan = redistribute(source, target, mesh, data.draw(st.sampled_from([None, PlainCost(0.0), PlainCost(1.0)])))
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(shape, dtype=torch.float64, generator=generator)
+    results = run_lockstep(programs(plan, mesh), [[part] for part in split(whole, source, mesh, generator)])
+    got = [result for (result,) in results if result is not None]
+    for summands in holders(target, mesh).values():
+        for ranks in itertools.zip_longest(*summands.values()):
+            wanted = take(whole, target.without_partial(), mesh, ranks[0])
+            total = sum((got[rank] for rank in ranks), torch.zeros_like(wanted))
+            torch.testing.assert_close(total, wanted, rtol=0, atol=1e-12)
+    assert redistribution_cost(source, target, mesh, PLAN_ITEMSIZE) >= 0
+
+
+def test_a_halo_costs_what_its_rows_cost() -> None:
+    """A kernel of three on four blocks of rows of ten: a row from each neighbour, whatever the size of a block."""
+    for rows in (32, 320):
+        near = Layout(((Atom(rows, (D,), Window(rows, 1, 1, -1, 1)),), (Atom(10),)))
+        (step,) = redistribute(shard((rows, 10), {0: (D,)}), near, LINE).steps
+        traffic = step_traffic(step, LINE)
+        assert (traffic.kind, traffic.sent, traffic.received, traffic.messages) == ("exchange", 20, 20, 2)
+        summed = redistribute(shard((rows, 10), {}, (D,)), near, LINE, PlainCost(0.0))
+        assert [step.kind for step in summed.steps] == ["reduce_scatter", "exchange"]
+        assert redistribution_cost(shard((rows, 10), {0: (D,)}), near, LINE, 8) == pytest.approx(2 * 10e-6 + 160 / 10e9)
+
+
+def test_blocks_that_overlap_are_no_parts_of_a_collective() -> None:
+    """Two blocks of four of eight rows, as many as there are, but they share two and lack two."""
+    mesh = parse_mesh(2)
+    d = form(2, d=1)
+    windows = Layout(((Atom(8, (d,), Window(2, 2, 1, 0, 3)),), (Atom(4),)))
+    for source in (shard((8, 4), {}, (d,)), shard((8, 4), {1: (d,)})):
+        plan = redistribute(source, windows, mesh, PlainCost(0.0))
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.randn(8, 4, dtype=torch.float64, generator=generator)
+        results = run_lockstep(programs(plan, mesh), [[part] for part in split(whole, source, mesh, generator)])
+        for rank, (got,) in enumerate(results):
+            torch.testing.assert_close(got, take(whole, windows, mesh, rank), rtol=0, atol=1e-12)
 
 
 @settings(max_examples=300)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import stpart_compiler as st
+from stpart_compiler.cost_models.cluster import Link
 from stpart_compiler.ir.layout import local_shape
 from stpart_compiler.ir.program import Instr
 from stpart_compiler.passes.propagate import OpNode
@@ -19,6 +21,8 @@ from stpart_compiler.passes.strategies import is_contraction
 
 INNER, HIDDEN = 12, 18
 SOLVER = st.SolverOptions(time_limit_s=30, patience_s=1)
+# At these sizes latencies decide on ordinary links; here it is the bytes.
+CLUSTER = replace(st.load_cluster("cpu-gloo"), levels=((None, Link(1e-9, 1e7)),))
 
 
 class Compiled:
@@ -37,7 +41,13 @@ class Compiled:
         weight = torch.randn(widths[-1], dtype=torch.float64)
         loss_fn = lambda y: (y * weight).sum()  # noqa: E731
         self.compiled = st.compile_model(
-            self.model, (self.x,), mesh=(q, q), template="primepar", loss_fn=loss_fn, solver=SOLVER
+            self.model,
+            (self.x,),
+            mesh=(q, q),
+            template="primepar",
+            loss_fn=loss_fn,
+            solver=SOLVER,
+            cluster=CLUSTER,
         )
         self.loss = loss_fn(self.model(self.x))
         self.loss.backward()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 from stpart_compiler.ir.program import Instr, Origin, RankProgram, Value, values_in
@@ -61,23 +62,28 @@ def peak_bytes(program: RankProgram, keep: Collection[str] = ()) -> MemoryReport
     Raises:
         ValueError: `keep` names something that is no input.
     """
-    unknown = set(keep) - {value.name for value in program.inputs}
-    if unknown:
-        raise ValueError(f"peak_bytes: rank {program.rank}: {sorted(unknown)} in `keep` are no inputs of the program")
-    storages = _storages(program, frozenset(keep))
-    allocated = [0] * (len(program.body) + 1)
-    freed = [0] * (len(program.body) + 1)
+    storages = _storages(program, keep)
+    alive = _alive(program, storages)
+    peak = max(alive)
+    return _report(program, storages, peak, alive.index(peak) - 1)
+
+
+def alive_bytes(program: RankProgram, keep: Collection[str] = ()) -> list[int]:
+    """Bytes of tensors alive before the first instruction, and while each one runs: one number more than those.
+
+    Raises:
+        ValueError: `keep` names something that is no input.
+    """
+    return _alive(program, _storages(program, keep))
+
+
+def _alive(program: RankProgram, storages: list[_Storage]) -> list[int]:
+    changes = [0] * (len(program.body) + 2)
     for storage in storages:
-        allocated[storage.start + 1] += storage.value.nbytes
+        changes[storage.start + 1] += storage.value.nbytes
         if storage.end is not None:
-            freed[storage.end + 1] += storage.value.nbytes
-    current = peak = at = 0
-    for slot, (new, gone) in enumerate(zip(allocated, freed, strict=True)):
-        current += new
-        if current > peak:
-            peak, at = current, slot
-        current -= gone
-    return _report(program, storages, peak, at - 1)
+            changes[storage.end + 2] -= storage.value.nbytes
+    return list(accumulate(changes[:-1]))
 
 
 def _report(program: RankProgram, storages: list[_Storage], peak: int, index: int) -> MemoryReport:
@@ -88,8 +94,11 @@ def _report(program: RankProgram, storages: list[_Storage], peak: int, index: in
     return MemoryReport(peak, index, origin, largest)
 
 
-def _storages(program: RankProgram, keep: frozenset[str]) -> list[_Storage]:
+def _storages(program: RankProgram, keep: Collection[str]) -> list[_Storage]:
     """All storages of the program with their lifetimes."""
+    unknown = set(keep) - {value.name for value in program.inputs}
+    if unknown:
+        raise ValueError(f"peak_bytes: rank {program.rank}: {sorted(unknown)} in `keep` are no inputs of the program")
     end = _last_uses(program)
     storages: dict[str, _Storage] = {}
     for value in (*program.inputs, *program.constants):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stpart_compiler.cost_models.liveness import peak_bytes
 from stpart_compiler.ir.program import Builder, Origin, RankProgram, Value
 from stpart_compiler.passes.emit_fx import emit_fx
-from stpart_compiler.passes.liveness import peak_bytes
 from stpart_compiler.runtime import ops
 from stpart_compiler.runtime.engine import Engine
 from stpart_compiler.runtime.memory import PeakBytes

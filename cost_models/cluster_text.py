@@ -1,0 +1,36 @@
+"""A cluster as the TOML text that `load_cluster` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stpart_compiler.cost_models.cluster import Cluster, Link
+
+
+def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
+    """TOML text of a cluster, `comments` first."""
+    device = cluster.device
+    curve = ", ".join(f"[{size!r}, {share!r}]" for size, share in device.matmul_efficiency)
+    lines = [f"# {comment}" for comment in comments]
+    lines += [f"name = {_quoted(cluster.name)}", "", "[device]", f"name = {_quoted(device.name)}"]
+    lines += [f"type = {_quoted(device.type)}", f"memory = {device.memory}"]
+    lines += [f"memory_bandwidth = {device.memory_bandwidth!r}", f"launch_overhead = {device.launch_overhead!r}"]
+    lines += [f"matmul_efficiency = [{curve}]", "", "[device.peak_flops]"]
+    lines += [f"{dtype} = {rate!r}" for dtype, rate in device.peak_flops]
+    for ranks, link in cluster.levels:
+        lines += ["", "[[links]]", *_link(ranks, link)]
+    if cluster.sources:
+        lines += ["", "[sources]", *(f"{name} = {_quoted(source)}" for name, source in cluster.sources)]
+    return "\n".join(lines) + "\n"
+
+
+def _link(ranks: int | None, link: Link) -> list[str]:
+    lines = [f"ranks = {ranks}"] if ranks is not None else []
+    lines += [f"latency = {link.latency!r}", f"bandwidth = {link.bandwidth!r}"]
+    lines.append(f"full_duplex = {str(link.full_duplex).lower()}")
+    return lines + ([f"shared_by = {link.shared_by}"] if link.shared_by > 1 else [])
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -1,0 +1,109 @@
+"""A cluster's parameters from measured times: a link from transfers, an efficiency curve from products.
+
+Fits minimise squared relative errors, so small messages count as much as large ones.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stpart_compiler.cost_models.cluster import Curve, Link
+from stpart_compiler.cost_models.communication import traffic
+
+P2P = "p2p"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """`seconds` that a transfer took. `kind`: "p2p" (one way), "exchange" (each rank sends and receives), a collective.
+
+    `nbytes`: what `collective_seconds` takes; of "p2p" what is sent. `ranks`: of the group.
+    """
+
+    kind: str
+    nbytes: float
+    ranks: int
+    seconds: float
+
+    def terms(self, full_duplex: bool) -> tuple[float, float]:
+        """Messages, and bytes that go over the link one after another."""
+        if self.kind == P2P:
+            return 1.0, float(self.nbytes)
+        share, messages = traffic(self.kind, self.ranks)
+        return float(messages), share * self.nbytes * (1 if full_duplex else 2)
+
+    def predicted(self, link: Link) -> float:
+        """Seconds by the cost model."""
+        messages, nbytes = self.terms(link.full_duplex)
+        return messages * link.latency + nbytes / link.bandwidth
+
+
+def fit_link(transfers: Sequence[Transfer]) -> Link:
+    """The link that explains the times best, full duplex or not.
+
+    Raises:
+        ValueError: fewer than two transfers.
+    """
+    if len(transfers) < 2:
+        raise ValueError(f"fit_link: got {len(transfers)} transfers; a latency and a bandwidth need at least two")
+    return min((_fitted(transfers, duplex) for duplex in (True, False)), key=lambda link: error_of(transfers, link))
+
+
+def error_of(transfers: Sequence[Transfer], link: Link) -> float:
+    """Mean squared relative error of the predicted times."""
+    return statistics.fmean((x.predicted(link) / x.seconds - 1) ** 2 for x in transfers)
+
+
+def residuals(transfers: Sequence[Transfer], link: Link) -> dict[str, float]:
+    """Median relative error of the predicted times by kind of transfer."""
+    kinds = dict.fromkeys(x.kind for x in transfers)
+    return {
+        kind: statistics.median(abs(x.predicted(link) / x.seconds - 1) for x in transfers if x.kind == kind)
+        for kind in kinds
+    }
+
+
+def _fitted(transfers: Sequence[Transfer], full_duplex: bool) -> Link:
+    rows = [x.terms(full_duplex) for x in transfers]
+    scaled = [[value / x.seconds for value in row] for row, x in zip(rows, transfers, strict=True)]
+    a = torch.tensor(scaled, dtype=torch.float64)
+    width = a.abs().amax(0).clamp(min=1e-300)
+    best = torch.linalg.lstsq(a / width, torch.ones(len(a), 1, dtype=torch.float64)).solution[:, 0] / width
+    latency, per_byte = best.tolist()
+    if latency < 0:  # then bytes alone
+        latency, per_byte = 0.0, _alone(a[:, 1])
+    if per_byte <= 0:  # transfers too small to tell: messages alone, and a bandwidth at which bytes take no time
+        latency, per_byte = _alone(a[:, 0]), 1e-15
+    return Link(latency, 1 / per_byte, full_duplex)
+
+
+def _alone(column: torch.Tensor) -> float:
+    """Factor with which one column comes nearest to ones."""
+    return float(column.sum() / (column * column).sum())
+
+
+def fit_curve(products: Sequence[tuple[float, float]]) -> tuple[float, Curve]:
+    """Peak FLOP/s and efficiency curve from (FLOPs, seconds) of products: the best rate seen, and shares of it.
+
+    Where a larger product took less time than a smaller one, it counts as having taken as long.
+
+    Raises:
+        ValueError: there is no product.
+    """
+    if not products:
+        raise ValueError("fit_curve: got no products; expected (FLOPs, seconds) of at least one")
+    grown: list[tuple[float, float]] = []
+    for flops, seconds in sorted(products):
+        grown.append((flops, max(seconds, grown[-1][1] if grown else 0.0)))
+    peak = max(flops / seconds for flops, seconds in grown)
+    return peak, tuple((flops, flops / seconds / peak) for flops, seconds in grown)
+
+
+def rounded(value: float, digits: int = 4) -> float:
+    """To so many significant digits."""
+    return round(value, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0.0

@@ -1,0 +1,329 @@
+"""Discrete-event simulation of all ranks' programs on a cluster.
+
+Each rank runs its instructions one after another. Compute takes the time of the cost model on the shapes of that rank.
+A transfer starts once both of its ends, or all members of its collective, have come to it; it does not hold up its
+ranks until they wait for it. Collectives are rings: each member sends to the next what `communication.traffic` says.
+On accelerators, whose collective library keeps one queue per group of ranks, a rank's exchanges of one channel follow
+one another, and so do its collectives in one group. Backward starts on a rank when its forward is done.
+
+The same programs on the same cluster always give the same times.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from stpart_compiler.cost_models.cluster import Cluster, Link
+from stpart_compiler.cost_models.communication import traffic
+from stpart_compiler.cost_models.compute import copy_seconds
+from stpart_compiler.cost_models.instructions import InstructionCost
+from stpart_compiler.cost_models.network import Clock, Flow, Network
+from stpart_compiler.cost_models.resting import StepPhase
+from stpart_compiler.cost_models.timeline import (
+    COLLECTIVE,
+    COMPUTE,
+    RECV,
+    SEND,
+    WAIT,
+    Interval,
+    RankTimeline,
+    Simulation,
+)
+from stpart_compiler.ir.program import Instr
+
+
+class DeadlockError(ValueError):
+    """Ranks wait for transfers that will never start."""
+
+
+def simulate(steps: Sequence[Sequence[StepPhase]], cluster: Cluster) -> Simulation:
+    """One step of all ranks. `steps[rank]`: the programs that the rank runs one after another.
+
+    Raises:
+        DeadlockError: ranks wait for each other, or for a transfer that its other end never comes to.
+        ValueError: the cluster joins fewer ranks, or the two ends of a message differ in size.
+    """
+    if cluster.max_ranks is not None and len(steps) > cluster.max_ranks:
+        raise ValueError(
+            f"simulate: cluster {cluster.name!r} joins {cluster.max_ranks} ranks, the step has {len(steps)}"
+        )
+    return _Simulation(steps, cluster).run()
+
+
+@dataclass(eq=False)
+class _End:
+    """One rank's end of a message, or its part in a collective, between start and wait.
+
+    `finish_seconds`: what the rank still computes once it has waited.
+    """
+
+    rank: _Rank
+    instr: Instr
+    nbytes: float
+    finish_seconds: float = 0.0
+    done_at: float | None = None
+
+
+@dataclass(eq=False)
+class _Operation:
+    """An exchange or collective on one rank. `left`: ends that are not done."""
+
+    rank: _Rank
+    instr: Instr
+    ends: list[_End]
+    left: int
+
+
+@dataclass(eq=False)
+class _Rank:
+    """Where a rank is: instruction `at` of phase `phase`, at `clock` seconds."""
+
+    number: int
+    phases: tuple[StepPhase, ...]
+    prices: list[list[float]]
+    phase: int = 0
+    at: int = 0
+    clock: float = 0.0
+    intervals: list[Interval] = field(default_factory=list)
+    starts: list[list[float]] = field(default_factory=list)
+    open: dict[tuple[int, int], list[_End]] = field(default_factory=dict)
+    awaited: int = 0  # ends that the wait it stands at is for and that are not done
+
+    def current(self) -> Instr | None:
+        """The next instruction, in the next phase where this one is done; None at the end of the step."""
+        while self.phase < len(self.phases) and self.at >= len(self.phases[self.phase].program.body):
+            self.phase, self.at = self.phase + 1, 0
+        return self.phases[self.phase].program.body[self.at] if self.phase < len(self.phases) else None
+
+    def compute(self, instr: Instr, seconds: float) -> None:
+        if seconds > 0:
+            self.intervals.append(Interval(self.clock, self.clock + seconds, COMPUTE, instr))
+            self.clock += seconds
+
+    def ends_of(self, instr: Instr) -> list[_End]:
+        """What a wait is for."""
+        return [end for tag in instr.tags for end in self.open.get((instr.channel, tag), ())]
+
+    def where(self) -> str:
+        phase = self.phases[self.phase].program.phase
+        instr = self.current()
+        return f"rank {self.number}, {phase}, instruction {self.at}" + (f" ({instr.origin})" if instr else "")
+
+
+class _Joined(NamedTuple):
+    """The members of a collective that have come to it so far."""
+
+    ends: dict[int, _End]
+    operations: list[_Operation]
+
+
+class _Simulation:
+    def __init__(self, steps: Sequence[Sequence[StepPhase]], cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.cost = InstructionCost(cluster)
+        self.clock = Clock()
+        self.network = Network(cluster, self.clock)
+        self.queued = cluster.device.type != "cpu"
+        self.ranks = [
+            _Rank(number, tuple(phases), [self.cost.of(phase.program) for phase in phases], starts=[[] for _ in phases])
+            for number, phases in enumerate(steps)
+        ]
+        self.offered: dict[tuple[int, int, int, int], tuple[_Operation, _End]] = {}
+        self.joined: dict[tuple[tuple[int, ...], int, int], _Joined] = {}
+        self.queues: dict[tuple[object, ...], deque[_Operation]] = {}
+        self.slowest: dict[tuple[int, ...], Link] = {}
+
+    def run(self) -> Simulation:
+        for rank in self.ranks:
+            self.clock.at(0.0, self._advance, rank)
+        self.clock.run(self.network.settle)
+        self._check_done()
+        return Simulation(
+            self.cluster.name,
+            tuple(
+                RankTimeline(r.number, tuple(r.intervals), tuple(map(tuple, r.starts)), r.clock, r.phases)
+                for r in self.ranks
+            ),
+        )
+
+    def _advance(self, now: float, rank: _Rank) -> None:
+        """Run a rank up to the next wait for something that is not there yet."""
+        while (instr := rank.current()) is not None:
+            starts = rank.starts[rank.phase]
+            if len(starts) == rank.at:
+                starts.append(rank.clock)
+            if instr.kind == "wait":
+                if not self._waited(rank, instr):
+                    return
+            elif instr.kind == "exchange":
+                self._post(rank, instr, self._message_ends(rank, instr))
+            elif instr.kind == "collective":
+                self._post(rank, instr, self._collective_end(rank, instr))
+            else:
+                rank.compute(instr, rank.prices[rank.phase][rank.at])
+            rank.at += 1
+
+    def _waited(self, rank: _Rank, instr: Instr) -> bool:
+        ends = rank.ends_of(instr)
+        rank.awaited = sum(1 for end in ends if end.done_at is None)
+        if rank.awaited:
+            return False
+        done = max((end.done_at for end in ends if end.done_at is not None), default=rank.clock)
+        if done > rank.clock:
+            started = next(end.instr for end in ends if end.done_at == done)
+            rank.intervals.append(Interval(rank.clock, done, WAIT, started))
+            rank.clock = done
+        for end in ends:
+            rank.compute(end.instr, end.finish_seconds)
+        for tag in instr.tags:
+            rank.open.pop((instr.channel, tag), None)
+        return True
+
+    def _message_ends(self, rank: _Rank, instr: Instr) -> list[tuple[int, _End]]:
+        """Per message that moves bytes, its tag and this rank's end of it: the sends first."""
+        messages = (*instr.sends, *instr.recvs)
+        return [(message.tag, _End(rank, instr, value.nbytes)) for value, message in messages if value.nbytes]
+
+    def _collective_end(self, rank: _Rank, instr: Instr) -> list[tuple[int, _End]]:
+        x = next(instr.inputs())
+        if len(instr.group) == 1 or not x.nbytes:
+            return []
+        kind = _kind(instr)
+        if kind == "all_reduce":  # sums in a copy
+            rank.compute(instr, copy_seconds(x.nbytes, self.cluster))
+        whole = x.nbytes * (len(instr.group) if kind == "all_gather" else 1)
+        end = _End(rank, instr, whole)
+        if kind == "reduce_scatter" and self.cluster.device.type == "cpu":  # moves blocks there, and sums them after
+            end.finish_seconds = copy_seconds(x.nbytes * (1 + 1 / len(instr.group)) / 2, self.cluster)
+        return [(instr.tag, end)]
+
+    def _post(self, rank: _Rank, instr: Instr, ends: list[tuple[int, _End]]) -> None:
+        for tag, end in ends:
+            rank.open.setdefault((instr.channel, tag), []).append(end)
+        if ends:
+            operation = _Operation(rank, instr, [end for _, end in ends], len(ends))
+            self.clock.at(rank.clock, self._enqueue, operation)
+
+    def _enqueue(self, now: float, operation: _Operation) -> None:
+        if not self.queued:
+            self._begin(now, operation)
+            return
+        queue = self.queues.setdefault(_queue_of(operation), deque())
+        queue.append(operation)
+        if len(queue) == 1:
+            self._begin(now, operation)
+
+    def _begin(self, now: float, operation: _Operation) -> None:
+        if operation.instr.kind == "collective":
+            self._join(now, operation)
+            return
+        number, instr, ends = operation.rank.number, operation.instr, iter(operation.ends)
+        for value, message in instr.sends:
+            if value.nbytes:
+                self._offer(now, (number, message.peer, instr.channel, message.tag), operation, next(ends))
+        for value, message in instr.recvs:
+            if value.nbytes:
+                self._offer(now, (message.peer, number, instr.channel, message.tag), operation, next(ends))
+
+    def _offer(self, now: float, key: tuple[int, int, int, int], operation: _Operation, end: _End) -> None:
+        """One end of message `key` (sender, receiver, channel, tag) is there; with the other one it goes."""
+        if key not in self.offered:
+            self.offered[key] = (operation, end)
+            return
+        both = (self.offered.pop(key), (operation, end))
+        sizes = {each.nbytes for _, each in both}
+        if len(sizes) > 1:
+            raise ValueError(f"simulate: {end.instr.origin}: message {key} has {sizes} bytes at its two ends")
+
+        def done(then: float, flow: Flow) -> None:
+            for owner, each in both:
+                kind, peer = (SEND, key[1]) if each.rank.number == key[0] else (RECV, key[0])
+                each.rank.intervals.append(Interval(now, then, kind, each.instr, (peer,), each.nbytes))
+                self._finish(then, owner, each)
+
+        self.network.send(now, Flow(key[0], key[1], end.nbytes, done))
+
+    def _join(self, now: float, operation: _Operation) -> None:
+        """A member has come to its collective; the last one starts it."""
+        end, instr = operation.ends[0], operation.instr
+        group = tuple(sorted(instr.group))
+        joined = self.joined.setdefault((group, instr.channel, instr.tag), _Joined({}, []))
+        joined.ends[operation.rank.number] = end
+        joined.operations.append(operation)
+        if len(joined.ends) < len(group):
+            return
+        del self.joined[group, instr.channel, instr.tag]
+        share, messages = traffic(_kind(instr), len(group))
+        link = self._slowest(group)
+        left = len(group)
+
+        def done(then: float, flow: Flow) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self._collected(now, then, share, joined)
+
+        for one, two in zip(group, (*group[1:], group[0]), strict=True):
+            self.network.send_at(now + messages * link.latency, Flow(one, two, share * end.nbytes, done))
+
+    def _collected(self, began: float, now: float, share: float, joined: _Joined) -> None:
+        for operation in joined.operations:
+            end, number = operation.ends[0], operation.rank.number
+            peers = tuple(rank for rank in joined.ends if rank != number)
+            moved = share * end.nbytes
+            operation.rank.intervals.append(Interval(began, now, COLLECTIVE, end.instr, peers, moved))
+            self._finish(now, operation, end)
+
+    def _slowest(self, group: tuple[int, ...]) -> Link:
+        if group not in self.slowest:
+            links = [
+                self.cluster.levels[self.cluster.level_between(one, two)][1]
+                for one, two in zip(group, (*group[1:], group[0]), strict=True)
+            ]
+            self.slowest[group] = min(links, key=lambda link: (link.bandwidth, -link.latency))
+        return self.slowest[group]
+
+    def _finish(self, now: float, operation: _Operation, end: _End) -> None:
+        """An end is done: its rank may go on, and the next operation of its queue may begin."""
+        end.done_at = now
+        operation.left -= 1
+        if self.queued and not operation.left:
+            queue = self.queues[_queue_of(operation)]
+            queue.popleft()
+            if queue:
+                self._begin(now, queue[0])
+        rank = operation.rank
+        instr = rank.current()
+        if rank.awaited and instr is not None and end in rank.ends_of(instr):
+            rank.awaited -= 1
+            if not rank.awaited:
+                self._advance(now, rank)
+
+    def _check_done(self) -> None:
+        stuck = [rank for rank in self.ranks if rank.current() is not None]
+        if stuck:
+            raise DeadlockError("simulate: deadlock: " + "; ".join(map(_waits_for, stuck[:4])))
+
+
+def _kind(instr: Instr) -> str:
+    return str(instr.target).split(".")[1]
+
+
+def _queue_of(operation: _Operation) -> tuple[object, ...]:
+    instr = operation.instr
+    key = tuple(sorted(instr.group)) if instr.kind == "collective" else instr.channel
+    return (operation.rank.number, instr.kind, key)
+
+
+def _waits_for(rank: _Rank) -> str:
+    instr = rank.current()
+    assert instr is not None and instr.kind == "wait"
+    missing = next(end for end in rank.ends_of(instr) if end.done_at is None)
+    others = sorted(
+        {message.peer for _, message in (*missing.instr.sends, *missing.instr.recvs)} | set(missing.instr.group)
+    )
+    others = [other for other in others if other != rank.number]
+    return f"{rank.where()} waits for tags {list(instr.tags)} with ranks {others}, which do not all come to it"

@@ -1,0 +1,83 @@
+"""How much of a re-layout runs beside compute: what the schedule starts early hides behind the products meanwhile.
+
+A parameter is fetched while the product before its own runs, a gradient is reduced while those after its own do
+(`passes/schedule.py`). In a model of many layers these take about as long as its own product; each product hides one
+transfer: the fetch of the parameter that it reads, or the reduction of the gradient that it makes.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from stpart_compiler.cost_models.communication import exchange_seconds
+from stpart_compiler.cost_models.compute import is_view
+from stpart_compiler.passes.propagate import OpNode
+from stpart_compiler.passes.quotient import Edge
+from stpart_compiler.passes.space import Space
+from stpart_compiler.passes.strategies import is_contraction
+
+
+class Overlap:
+    """Seconds of compute beside the re-layouts of a search space."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.graph = space.graph
+        self.link = space.costs.cluster.link_for(space.mesh.axes, space.mesh)
+
+    def seconds(self, edge: Edge) -> float:
+        """What hides a re-layout of this use, each time: 0 unless it is of a parameter or to a gradient."""
+        if edge.consumer < 0:
+            return self._of(self._maker(edge)) if edge.port >= 0 else 0.0
+        return self._of(self._reader(edge)) if self._rests(edge) else 0.0
+
+    def _of(self, op: OpNode | None) -> float:
+        """Seconds of a product in which it leaves the links idle: of the strategy that does so least."""
+        if op is None:
+            return 0.0
+        choices = self.space.choices[op.klass]
+        times = zip(choices.seconds, choices.moved, strict=True)
+        return max(0.0, min(seconds - exchange_seconds(moved, self.link) for seconds, moved in times))
+
+    def _maker(self, edge: Edge) -> OpNode | None:
+        """The product behind a gradient."""
+        kind, klass, _ = edge.producer
+        op = self.space.choices[klass].op if kind == "op" else None
+        while op is not None and is_view(op.call.target) and op.operands:
+            op = self.graph.by_name.get(op.operands[0][0])
+        return op if op is not None and _is_product(op) else None
+
+    def _reader(self, edge: Edge) -> OpNode | None:
+        """The product that reads a parameter, at once or through views."""
+        op = self.space.choices[edge.consumer].op
+        while is_view(op.call.target):
+            readers = self._readers.get(op.name, [])
+            if len(readers) != 1:
+                return None
+            op = readers[0]
+        return op if _is_product(op) else None
+
+    def _rests(self, edge: Edge) -> bool:
+        """Whether the value exists before its phase starts: a parameter or a view of one."""
+        kind, klass, _ = edge.producer
+        if kind != "op":
+            return kind == "param"
+        op = self.space.choices[klass].op
+        while is_view(op.call.target) and op.operands:
+            key = op.operands[0]
+            if key[0] not in self.graph.by_name:
+                return self.graph.values[key].kind == "param"
+            op = self.graph.by_name[key[0]]
+        return False
+
+    @cached_property
+    def _readers(self) -> dict[str, list[OpNode]]:
+        found: dict[str, list[OpNode]] = {}
+        for op in self.graph.ops:
+            for name in {name for name, _ in op.operands}:
+                found.setdefault(name, []).append(op)
+        return found
+
+
+def _is_product(op: OpNode) -> bool:
+    return is_contraction(op.rule) or bool(op.rule.loops)

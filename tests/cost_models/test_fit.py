@@ -1,0 +1,62 @@
+"""Fits find the parameters that times were made with, and clusters survive being written."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stpart_compiler.cost_models.cluster import Link, load_cluster, parse_cluster, presets
+from stpart_compiler.cost_models.cluster_text import to_toml
+from stpart_compiler.cost_models.communication import collective_seconds, p2p_seconds
+from stpart_compiler.cost_models.fit import Transfer, fit_curve, fit_link, residuals, rounded
+
+SIZES = (1e3, 1e4, 1e5, 1e6, 1e7)
+
+
+def measured(link: Link, noise: float = 0.0) -> list[Transfer]:
+    found = [Transfer("p2p", size, 2, p2p_seconds(size, link)) for size in SIZES]
+    for kind in ("exchange", "all_reduce", "all_gather"):
+        found += [Transfer(kind, size, 4, collective_seconds(kind, size, 4, link)) for size in SIZES]
+    return [replace(x, seconds=x.seconds * (1 + noise * (-1) ** i)) for i, x in enumerate(found)]
+
+
+@given(st.floats(1e-7, 1e-3), st.floats(1e8, 1e12), st.booleans())
+def test_a_link_is_found_again(latency, bandwidth, full_duplex):
+    link = Link(latency, bandwidth, full_duplex)
+    found = fit_link(measured(link))
+    assert max(residuals(measured(link), found).values()) < 1e-3
+    assert found.latency == pytest.approx(latency, rel=1e-2) or latency * 1e3 < 1e3 / bandwidth
+
+
+def test_noise_stays_in_the_residuals():
+    link = Link(5e-5, 2e9, False)
+    found = fit_link(measured(link, 0.1))
+    assert (found.bandwidth, found.full_duplex) == (pytest.approx(2e9, rel=0.1), False)
+    assert all(0 < error < 0.15 for error in residuals(measured(link, 0.1), found).values())
+    with pytest.raises(ValueError, match="got 1 transfers; a latency and a bandwidth need at least two"):
+        fit_link(measured(link)[:1])
+
+
+def test_a_link_has_no_negative_latency():
+    falling = [Transfer("p2p", size, 2, 1e-12 * size**1.2) for size in SIZES]
+    assert fit_link(falling).latency == 0.0
+
+
+def test_a_curve_has_the_best_rate_as_its_peak_and_time_never_falls():
+    products = [(1e6, 1e-3), (1e8, 5e-3), (1e7, 6e-3)]
+    peak, curve = fit_curve(products)
+    assert peak == pytest.approx(1e8 / 6e-3)
+    assert curve == ((1e6, pytest.approx(0.06)), (1e7, pytest.approx(0.1)), (1e8, pytest.approx(1.0)))
+    device = replace(load_cluster(None).device, matmul_efficiency=curve)
+    assert device.efficiency(1e8) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_written_clusters_are_read_as_they_were(name):
+    cluster = load_cluster(name)
+    assert parse_cluster(to_toml(cluster, ("made by a test",)), "test") == cluster
+
+
+def test_rounding_keeps_significant_digits():
+    assert (rounded(123456.0), rounded(1.23456e-7), rounded(0.0)) == (123500.0, 1.235e-7, 0.0)
