@@ -181,8 +181,9 @@ def test_memory_limit_that_no_plan_meets() -> None:
     assert f"({least} bytes)" in str(caught.value)
     done = compiled_net(x=x, model=net, memory_limit=least)
     assert done.plan.memory["peak"] <= least
-    # The optimizer's state is not there yet. Collectives keep copies that the prediction does not know.
-    assert max(done.run_in_process(x).peak_bytes) <= 1.05 * done.plan.memory["step peak"]
+    # The optimizer's state is not there yet. A collective keeps copies, here of one weight, that no prediction knows.
+    weight = net.layers[0].weight.nbytes
+    assert max(done.run_in_process(x).peak_bytes) <= 1.05 * done.plan.memory["step peak"] + weight
     with says(st.InfeasibleError, "is too small"):
         compiled_net(x=x, model=net, memory_limit=int(0.97 * least))
 
