@@ -207,7 +207,8 @@ class PhaseEmitter:
         """One op in its strategy; its results are then in `have`."""
         strategy = self.placement.strategies[op.name]
         derived = self.placement.derived(op)
-        if any(((op.name, i), p.layout) in self.have for i, p in enumerate(derived.outputs)):
+        made_in = [((op.name, i), port.layout) for i, port in enumerate(derived.outputs)]
+        if any(isinstance(self.have.get(place), Value) for place in made_in):  # a late view is not made yet
             return
         operands = [self.fetch(key, port.layout) for key, port in zip(op.operands, derived.inputs, strict=True)]
         made = self._made(self._shown(op), strategy, derived, operands)

@@ -13,11 +13,11 @@ import itertools
 import os
 import pickle
 import resource
-import select
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 import torch
@@ -115,7 +115,7 @@ def _isolated(call: OpCall) -> Discovery | None:
     os.close(writing)
     data = b""
     with open(reading, "rb", buffering=0) as pipe:
-        while select.select([pipe], [], [], LIMIT_S)[0] and (more := pipe.read(2**16)):
+        while wait([pipe.fileno()], LIMIT_S) and (more := pipe.read(2**16)):
             data += more
     os.kill(child, signal.SIGKILL)  # it has answered, died or hangs
     os.waitpid(child, 0)

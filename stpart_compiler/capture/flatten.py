@@ -241,20 +241,22 @@ def _output_info(index: int, value: Any) -> OutputInfo:
     return OutputInfo(index, value.name, None) if isinstance(value, fx.Node) else OutputInfo(index, None, value)
 
 
-def _of_summands(node: fx.Node) -> str:
-    """Autograd adds up gradients outside of any module: that of a summand, so that layers that repeat stay alike."""
-    paths = [arg.meta["module_path"] for arg in node.all_input_nodes] if node.meta["is_backward"] else []
-    return next((path for path in paths if path), "")
+def _of_last_summand(node: fx.Node, place: dict[fx.Node, int]) -> str:
+    """Autograd adds up gradients outside of any module: that of what was added last, so that layers stay alike."""
+    summands = sorted(node.all_input_nodes, key=place.__getitem__, reverse=True) if node.meta["is_backward"] else []
+    return next((arg.meta["module_path"] for arg in summands if arg.meta["module_path"]), "")
 
 
 def _annotate(captured: Captured) -> None:
     """Set module_path and is_backward in each node's meta."""
     tangents = {name for _, name in captured.tangents}
-    for node in captured.gm.graph.nodes:
+    place = {node: index for index, node in enumerate(captured.gm.graph.nodes)}
+    for node in place:
         depends = any(arg.meta["is_backward"] for arg in node.all_input_nodes)
         node.meta["is_backward"] = node.op != "output" and (depends or node.name in tangents)
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        node.meta["module_path"] = module_path(next(reversed(stack.values()))[0]) if stack else _of_summands(node)
+        path = module_path(next(reversed(stack.values()))[0]) if stack else _of_last_summand(node, place)
+        node.meta["module_path"] = path
     owners = {info.node: info.name.rpartition(".")[0] for info in (*captured.params, *captured.buffers)}
     for node in captured.gm.graph.find_nodes(op="placeholder"):
         node.meta["module_path"] = owners.get(node.name, "")

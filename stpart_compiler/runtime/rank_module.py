@@ -201,7 +201,8 @@ class RankModule(nn.Module):
         if not trains:
             return programs.run_forward(leaves, keep=False)[0]
         apply: Any = Step.apply
-        params = (param for _, param in self.param_slots())
+        # inputs of the torch.compile backend stand here too, which are no nn.Parameters
+        params = (programs.homes[slot.name].tensor for slot in programs.interface.params)
         flat: tuple[Tensor, ...] = apply(programs, leaves, *params)
         return flat
 
