@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from stpart_compiler.cost_models.cluster import Cluster
 from stpart_compiler.cost_models.compute import copy_seconds, is_view, op_seconds
-from stpart_compiler.ir.program import Instr, RankProgram, Value
+from stpart_compiler.ir.program import Instr, RankProgram, Value, substituted
 
 _WRAPPERS = frozenset({"contiguous_call", "drawn"})
 """Functions that call the op which is their first argument."""
@@ -99,20 +100,17 @@ def _meta(value: Value, strides: Strides) -> torch.Tensor:
 
 def _run(target: Any, args: Any, kwargs: Any, tensors: dict[str, torch.Tensor]) -> Sequence[torch.Tensor | None]:
     """Results of a call on meta tensors; nothing where it cannot run on them."""
+    leaf = partial(_on_meta, tensors=tensors)
     try:
         with torch.no_grad():
-            made = target(*_bound(args, tensors), **_bound(kwargs, tensors))
+            made = target(*substituted(args, leaf), **substituted(kwargs, leaf))
     except (NotImplementedError, RuntimeError):
         return ()
     results = made if isinstance(made, (list, tuple)) else (made,)
     return [y if isinstance(y, torch.Tensor) and y.device.type == "meta" else None for y in results]
 
 
-def _bound(item: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _on_meta(item: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(item, Value):
         return tensors[item.name]
-    if isinstance(item, dict):
-        return {key: _bound(part, tensors) for key, part in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(_bound(part, tensors) for part in item)
     return torch.device("meta") if isinstance(item, torch.device) else item

@@ -95,15 +95,11 @@ class _Split:
     def linear(self) -> set[str]:
         """Ops of backward through which sums over micro-batches may pass, and whose results nothing else reads."""
         wanted = {key for _, key, _ in self.grads}
-        readers: dict[ValueKey, list[str]] = {}
-        for op in self.graph.ops:
-            for key in op.operands:
-                readers.setdefault(key, []).append(op.name)
         found: set[str] = set()
         for op in reversed(self.graph.ops):
-            key = (op.name, 0)
-            reached = key in wanted or key in readers
-            if reached and found.issuperset(readers.get(key, ())) and self._is_linear(op):
+            readers = self.graph.readers.get(op.name, [])
+            reached = (op.name, 0) in wanted or readers
+            if reached and found.issuperset(reader.name for reader in readers) and self._is_linear(op):
                 found.add(op.name)
         return found
 

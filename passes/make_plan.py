@@ -9,7 +9,6 @@ import torch
 
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.plan import Plan, PlanRow
-from stpart_compiler.ir.spacetime import Strategy
 from stpart_compiler.passes.bound import FindBound, find_leanest
 from stpart_compiler.passes.order import marked
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
@@ -17,7 +16,7 @@ from stpart_compiler.passes.propagate import Annotated, OpNode
 from stpart_compiler.passes.recompute import FindRecompute
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
-from stpart_compiler.passes.space import BuildSpace, Choices, Costs, ParamChoices, Restriction, Space
+from stpart_compiler.passes.space import BuildSpace, Choices, Costs, ParamChoices, Restriction, Space, strategy_of
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
 from stpart_compiler.passes.uses import Assignment
 from stpart_compiler.pauses import without_gc
@@ -216,13 +215,6 @@ def only_chosen(space: Space, choice: Assignment) -> Space:
         taken = [found.strategies[s]], [found.derived[s]], [found.seconds[s]], [found.moved[s]]
         choices.append(Choices(found.op, found.count, *taken, klass, [[0]]))
     return replace(space, choices=choices, params=params)
-
-
-def strategy_of(space: Space, choice: Assignment, klass: int) -> tuple[int, Strategy]:
-    """Chosen strategy of an op class, and its index there."""
-    choices = space.choices[klass]
-    index = next(s for s, members in enumerate(choices.members) if choice[choices.root] in members)
-    return index, choices.strategies[index]
 
 
 def _translated(small: Space, choice: Assignment, space: Space) -> Assignment | None:

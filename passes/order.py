@@ -118,15 +118,11 @@ def views_of(graph: Annotated, rest: AbstractSet[ValueKey]) -> frozenset[str]:
 @lru_cache(maxsize=4)
 def marked(graph: Annotated) -> frozenset[str]:
     """Ops that the user's torch.utils.checkpoint asks to run again; what leaves a checkpoint is saved."""
-    readers: dict[str, list[OpNode]] = {}
-    for op in graph.ops:
-        for name, _ in op.operands:
-            readers.setdefault(name, []).append(op)
     leaves = {key[0] for key in orders(graph).results}
     for op in reversed(graph.ops):
         if op.checkpoint is None or op.name in graph.backward:
             continue
-        forward = [reader for reader in readers.get(op.name, ()) if reader.name not in graph.backward]
+        forward = [reader for reader in graph.readers.get(op.name, ()) if reader.name not in graph.backward]
         outside = any(reader.checkpoint != op.checkpoint for reader in forward)
         if outside or any(reader.name in leaves and is_view(reader.call.target) for reader in forward):
             leaves.add(op.name)

@@ -7,14 +7,12 @@ transfer: the fetch of the parameter that it reads, or the reduction of the grad
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from stpart_compiler.cost_models.communication import exchange_seconds
 from stpart_compiler.cost_models.compute import is_view
+from stpart_compiler.passes.order import is_heavy
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.quotient import Edge
 from stpart_compiler.passes.space import Space
-from stpart_compiler.passes.strategies import is_contraction
 
 
 class Overlap:
@@ -45,17 +43,17 @@ class Overlap:
         op = self.space.choices[klass].op if kind == "op" else None
         while op is not None and is_view(op.call.target) and op.operands:
             op = self.graph.by_name.get(op.operands[0][0])
-        return op if op is not None and _is_product(op) else None
+        return op if op is not None and is_heavy(op) else None
 
     def _reader(self, edge: Edge) -> OpNode | None:
         """The product that reads a parameter, at once or through views."""
         op = self.space.choices[edge.consumer].op
         while is_view(op.call.target):
-            readers = self._readers.get(op.name, [])
+            readers = self.graph.readers.get(op.name, [])
             if len(readers) != 1:
                 return None
             op = readers[0]
-        return op if _is_product(op) else None
+        return op if is_heavy(op) else None
 
     def _rests(self, edge: Edge) -> bool:
         """Whether the value exists before its phase starts: a parameter or a view of one."""
@@ -69,15 +67,3 @@ class Overlap:
                 return self.graph.values[key].kind == "param"
             op = self.graph.by_name[key[0]]
         return False
-
-    @cached_property
-    def _readers(self) -> dict[str, list[OpNode]]:
-        found: dict[str, list[OpNode]] = {}
-        for op in self.graph.ops:
-            for name in {name for name, _ in op.operands}:
-                found.setdefault(name, []).append(op)
-        return found
-
-
-def _is_product(op: OpNode) -> bool:
-    return is_contraction(op.rule) or bool(op.rule.loops)

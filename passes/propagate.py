@@ -85,6 +85,15 @@ class Annotated:
         """That of the captured step, made once: plans and ranks are compared by it."""
         return self.captured.digest()
 
+    @cached_property
+    def readers(self) -> dict[str, list[OpNode]]:
+        """Name of an op -> the ops that read any of its results, each once; of a placeholder likewise."""
+        found: dict[str, list[OpNode]] = {}
+        for op in self.ops:
+            for name in dict.fromkeys(name for name, _ in op.operands):
+                found.setdefault(name, []).append(op)
+        return found
+
 
 @dataclass(frozen=True)
 class Propagate:

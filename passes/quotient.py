@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.passes.propagate import Annotated, ValueInfo, ValueKey
 
 Producer = tuple[str, int, int]
@@ -36,16 +35,6 @@ class Edge:
 
 
 @dataclass
-class Saved:
-    """Result `result` of op class `klass`: `count` values of it are kept from forward for backward."""
-
-    klass: int
-    result: int
-    value: ValueInfo
-    count: int = 0
-
-
-@dataclass
 class Quotient:
     """`finals`: uses by what the program gives back; consumer -1, port the class of the parameter or -1.
 
@@ -56,7 +45,6 @@ class Quotient:
     param_class: dict[ValueKey, int]
     edges: list[Edge]
     finals: list[Edge]
-    saved: list[Saved]
     fixed_bytes: int
 
 
@@ -67,7 +55,7 @@ def quotient(graph: Annotated) -> Quotient:
     fixed = [info for info in graph.values.values() if info.kind in ("buffer", "input", "constant")]
     nbytes = sum(info.numel * info.dtype.itemsize for info in fixed)
     edges, finals = _edges(graph, param_class), _finals(graph, param_class)
-    return Quotient(params, param_class, edges, finals, _saved(graph), nbytes)
+    return Quotient(params, param_class, edges, finals, nbytes)
 
 
 def _params(graph: Annotated) -> tuple[list[ParamClass], dict[ValueKey, int]]:
@@ -131,26 +119,3 @@ def _finals(graph: Annotated, param_class: dict[ValueKey, int]) -> list[Edge]:
     for node in captured.mutations.values():
         add(node, -1)
     return list(found.values())
-
-
-def _saved(graph: Annotated) -> list[Saved]:
-    """Values that backward reads of forward; a view counts as what it looks at."""
-    found: dict[tuple[int, int], Saved] = {}
-    done: set[ValueKey] = set()
-    for op in graph.ops:
-        if op.name not in graph.backward:
-            continue
-        for key in (_base(graph, key) for key in op.operands):
-            if key in done or key[0] in graph.backward or graph.values[key].kind != "op":
-                continue
-            done.add(key)
-            at = (graph.by_name[key[0]].klass, key[1])
-            found.setdefault(at, Saved(*at, graph.values[key])).count += 1
-    return list(found.values())
-
-
-def _base(graph: Annotated, key: ValueKey) -> ValueKey:
-    """What a view made in forward looks at."""
-    while key[0] in graph.by_name and key[0] not in graph.backward and is_view(graph.by_name[key[0]].call.target):
-        key = graph.by_name[key[0]].operands[0]
-    return key

@@ -13,7 +13,7 @@ from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.ir.layout import max_local_numel
 from stpart_compiler.passes.order import NOTHING_AGAIN, may_run_again, orders
 from stpart_compiler.passes.propagate import ValueKey
-from stpart_compiler.passes.space import Space
+from stpart_compiler.passes.space import Space, strategy_of
 from stpart_compiler.passes.uses import Assignment
 
 Result = tuple[int, int]
@@ -55,9 +55,7 @@ class FindRecompute:
             self.reads[klass] = {
                 self._result(base) for op in graph.classes[klass] for key in op.operands for base in self._bases(key)
             }
-        self.strategy = [
-            next(s for s, members in enumerate(c.members) if self.choice[c.root] in members) for c in self.space.choices
-        ]
+        self.strategy = [strategy_of(self.space, self.choice, klass)[0] for klass in range(len(self.space.choices))]
 
     def run(self) -> Iterator[frozenset[int]]:
         order = orders(self.space.graph, self.marked)
@@ -100,17 +98,6 @@ class FindRecompute:
             found.add(at)
             todo += [k for k, r in self.reads[at] if k not in again and ((k, r) not in saved or k == klass)]
         return found
-
-    def _loops(self, again: set[int]) -> bool:
-        """Whether a class would be run again from itself: all layers before one at once, and nothing is saved."""
-        left = {klass: {k for k, _ in self.reads[klass] if k in again} for klass in again}
-        while left:
-            free = [klass for klass, needs in left.items() if not needs & left.keys()]
-            if not free:
-                return True
-            for klass in free:
-                del left[klass]
-        return False
 
     def _bases(self, key: ValueKey) -> Iterator[ValueKey]:
         """The values of ops behind a value and its views; none where it rests."""

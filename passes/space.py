@@ -7,7 +7,7 @@ and whatever meets a pending sum that it cannot pass on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -251,10 +251,6 @@ def pending_carriers(graph: Annotated) -> frozenset[str]:
     reads it does, or if it is the result of the step. All others reduce first.
     """
     carriers: set[str] = set()
-    readers: dict[str, list[OpNode]] = {}
-    for op in graph.ops:
-        for name, _ in op.operands:
-            readers.setdefault(name, []).append(op)
     finals = {node for node in graph.captured.grads.values() if node is not None}
     can = _can_pend(graph)
     for op in reversed(graph.ops):
@@ -263,7 +259,7 @@ def pending_carriers(graph: Annotated) -> frozenset[str]:
         pending = [i for i, key in enumerate(op.operands) if key in can]
         joint = any(len(set(pending) & linear) > 1 for linear in op.rule.linear)
         passes = len(op.operands) == 1 and bool(pending)
-        useful = op.name in finals or any(r.name in carriers for r in readers.get(op.name, ()))
+        useful = op.name in finals or any(r.name in carriers for r in graph.readers.get(op.name, ()))
         if joint or (passes and useful):
             carriers.add(op.name)
     return frozenset(carriers)
@@ -428,6 +424,13 @@ def _params(graph: Quotient, mesh: Mesh, restriction: Restriction) -> list[Param
             layouts = restriction.layouts(group.value, layouts, mesh)
         found.append(ParamChoices(group.names, group.value, layouts))
     return found
+
+
+def strategy_of(space: Space, choice: Mapping[int, int], klass: int) -> tuple[int, Strategy]:
+    """Chosen strategy of an op class, and its index there."""
+    choices = space.choices[klass]
+    index = next(s for s, members in enumerate(choices.members) if choice[choices.root] in members)
+    return index, choices.strategies[index]
 
 
 def layouts_of(

@@ -5,7 +5,7 @@ A template says which strategies ops may take and where parameters may rest; the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from stpart_compiler.ir.layout import Digit, Layout, max_local_numel
@@ -69,9 +69,15 @@ def _roles(mesh: Mesh) -> tuple[set[str], set[str]]:
 
 def _megatron(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     """Batch on the data axis, features (heads, hidden of the MLP, vocabulary) on the model axes."""
+    features = set(range(len(op.rule.factors))) - op.data
+    return _spatial(strategy) and _in_roles(op, strategy, mesh, features)
+
+
+def _in_roles(op: OpNode, strategy: Strategy, mesh: Mesh, others: Set[int]) -> bool:
+    """The batch is cut on the data axis alone; on the model axes, of what is no batch, the factors `others` alone."""
     data, model = _roles(mesh)
-    return _spatial(strategy) and all(
-        axes <= data if f in op.batch else axes <= model and f not in op.data for f, axes in _cut_axes(strategy).items()
+    return all(
+        axes <= data if f in op.batch else axes <= model and f in others for f, axes in _cut_axes(strategy).items()
     )
 
 
@@ -85,12 +91,9 @@ def _megatron_score(op: OpNode, strategy: Strategy, mesh: Mesh) -> int:
 
 def _megatron_sp(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     """Megatron, with the sequence cut on the model axes outside the contractions."""
-    data, model = _roles(mesh)
     if is_contraction(op.rule):
         return _megatron(op, strategy, mesh)
-    return _spatial(strategy) and all(
-        axes <= data if f in op.batch else axes <= model for f, axes in _cut_axes(strategy).items()
-    )
+    return _spatial(strategy) and _in_roles(op, strategy, mesh, set(range(len(op.rule.factors))))
 
 
 def _has_weight(op: OpNode) -> bool:
@@ -121,9 +124,13 @@ def _metp(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     """Tokens are cut; keys and values go round in attention, weights in regions and linear layers (METP)."""
     if not op.rule.loops:
         return _ring(op, strategy, mesh)
-    travels = any(port.motion == MOVE for port in derive(op.rule, strategy, mesh).inputs)
     is_region = isinstance(op.call.target, Region)
-    return travels and (_ring_role(op, strategy) if is_region else set(_cut_axes(strategy)) <= op.data)
+    in_role = _ring_role(op, strategy) if is_region else set(_cut_axes(strategy)) <= op.data
+    return in_role and _operands_travel(op, strategy, mesh)
+
+
+def _operands_travel(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    return any(port.motion == MOVE for port in derive(op.rule, strategy, mesh).inputs)
 
 
 def _attends(op: OpNode) -> bool:
@@ -131,25 +138,13 @@ def _attends(op: OpNode) -> bool:
     return "scaled_dot_product" in str(op.call.target) or (is_contraction(op.rule) and not _has_weight(op))
 
 
-def _places(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
-    """The batch on the data axis, any other tokens on the model axes, no features."""
-    data, model = _roles(mesh)
-    return all(
-        axes <= data if f in op.batch else axes <= model and f in op.data for f, axes in _cut_axes(strategy).items()
-    )
-
-
 def _ulysses(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     """The sequence is cut on the model axes, in attention the heads: all-to-alls in between (Ulysses)."""
     if not _spatial(strategy):
         return False
     if not _attends(op):
-        return _of_parameters(op) or _places(op, strategy, mesh)
-    data, model = _roles(mesh)
-    heads = _in_all_operands(op) - op.data
-    return all(
-        axes <= data if f in op.batch else axes <= model and f in heads for f, axes in _cut_axes(strategy).items()
-    )
+        return _of_parameters(op) or _in_roles(op, strategy, mesh, op.data)
+    return _in_roles(op, strategy, mesh, _in_all_operands(op) - op.data)
 
 
 def _in_all_operands(op: OpNode) -> set[int]:
@@ -159,9 +154,8 @@ def _in_all_operands(op: OpNode) -> set[int]:
 def _context(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     """The sequence is cut on the model axes; keys and values go round in attention (context parallel)."""
     if op.rule.loops:
-        travels = any(port.motion == MOVE for port in derive(op.rule, strategy, mesh).inputs)
-        return travels and _places(op, strategy, mesh)
-    return _spatial(strategy) and (_of_parameters(op) or _places(op, strategy, mesh))
+        return _in_roles(op, strategy, mesh, op.data) and _operands_travel(op, strategy, mesh)
+    return _spatial(strategy) and (_of_parameters(op) or _in_roles(op, strategy, mesh, op.data))
 
 
 def _primepar(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:

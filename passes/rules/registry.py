@@ -17,6 +17,7 @@ import torch
 
 from stpart_compiler.ir.combine import neutral
 from stpart_compiler.ir.layout import Range
+from stpart_compiler.ir.program import substituted
 from stpart_compiler.ir.rule import COMBINED, SUM, DimMap, OpRule, TensorMap
 from stpart_compiler.runtime import local_ops
 from stpart_compiler.runtime.random_ops import drawn
@@ -222,13 +223,7 @@ def keeps_sums(call: OpCall, operands: frozenset[int]) -> bool:
 
 def bind(item: Any, operands: Sequence[Any]) -> Any:
     """Arguments with each `Operand` replaced by what stands for it."""
-    if isinstance(item, Operand):
-        return operands[item.index]
-    if isinstance(item, dict):
-        return {key: bind(part, operands) for key, part in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(bind(part, operands) for part in item)
-    return item
+    return substituted(item, lambda part: operands[part.index] if isinstance(part, Operand) else part)
 
 
 def local_call(call: OpCall, block: Block) -> LocalCall:

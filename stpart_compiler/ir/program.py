@@ -126,6 +126,15 @@ def _find_op(name: _OpName) -> Any:
         raise ValueError(f"operator {name} is not defined: import the module that registers it, then load") from error
 
 
+def substituted(item: Any, leaf: Callable[[Any], Any]) -> Any:
+    """An argument of an instruction or call with each part of its lists, tuples and dicts replaced by `leaf(part)`."""
+    if isinstance(item, dict):
+        return {key: substituted(part, leaf) for key, part in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(substituted(part, leaf) for part in item)
+    return leaf(item)
+
+
 def values_in(item: Any) -> Iterator[Value]:
     if isinstance(item, Value):
         yield item

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stpart_compiler.ir.program import Instr, RankProgram, Value
+from stpart_compiler.ir.program import Instr, RankProgram, Value, substituted
 
 Box = dict[tuple[int, int, int, int], torch.Tensor]  # (source, destination, tag, channel) -> message
 Pool = dict[tuple[tuple[int, ...], int, int], dict[int, torch.Tensor]]  # (group, tag, channel) -> by rank
@@ -82,7 +82,8 @@ def _run(rank: _Rank, instr: Instr, box: Box, pool: Pool) -> bool:
     elif instr.kind == "collective":
         _collective(rank, instr, pool)
     else:
-        result = instr.target(*_bound(instr.args, rank.env), **_bound(instr.kwargs, rank.env))
+        leaf = partial(_looked_up, env=rank.env)
+        result = instr.target(*substituted(instr.args, leaf), **substituted(instr.kwargs, leaf))
         results = result if instr.multi else (result,)
         for value, tensor in zip(instr.outs, results, strict=True):
             if value is not None:
@@ -94,14 +95,8 @@ def _run(rank: _Rank, instr: Instr, box: Box, pool: Pool) -> bool:
     return True
 
 
-def _bound(item: Any, env: dict[str, torch.Tensor]) -> Any:
-    if isinstance(item, Value):
-        return env[item.name]
-    if isinstance(item, dict):
-        return {key: _bound(part, env) for key, part in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(_bound(part, env) for part in item)
-    return item
+def _looked_up(item: Any, env: dict[str, torch.Tensor]) -> Any:
+    return env[item.name] if isinstance(item, Value) else item
 
 
 def _poisoned(value: Value) -> torch.Tensor:
