@@ -1,8 +1,9 @@
 """Per-rank programs from a plan: ops on blocks, re-layouts between them, temporal loops unrolled with double buffers.
 
 Every rank's program is made by walking the same ops in the same order; all that differs are constants (peers, slices,
-shapes). A transfer is started as soon as its input exists and waited for at the first use of its result. Values that
-exist when a phase starts (parameters, saved activations) are fetched one heavy op ahead, not all at once.
+shapes). A transfer is started as soon as its input exists and waited for at the first use of its result; of several
+transfers in a row the next one starts when a heavy op has run beside the last. Values that exist when a phase starts
+(parameters, saved activations) are fetched one heavy op ahead, not all at once.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from stpart_compiler.ir.program import Builder, Origin, Pending, RankProgram, Va
 from stpart_compiler.ir.redistribute import redistribute
 from stpart_compiler.ir.spacetime import Derived, Strategy, derive, factor_range
 from stpart_compiler.passes.emit_redistribute import emit_redistribution
+from stpart_compiler.passes.order import is_heavy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 from stpart_compiler.passes.rules import Block, OpCall, local_call
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import bind
-from stpart_compiler.passes.schedule import Phase, Schedule
+from stpart_compiler.passes.schedule import Need, Phase, Schedule
 from stpart_compiler.passes.temporal import emit_temporal
 
 aten = torch.ops.aten
@@ -83,15 +85,20 @@ class PhaseEmitter:
         self.have: dict[tuple[ValueKey, Layout], Value | Pending] = {}
         self.base: dict[str, Value] = {}  # transposed view -> the contiguous tensor behind it
         self.pending_names: dict[str, tuple[str, ...]] = {}
+        self.heavy = 0  # heavy ops so far
+        self.late: list[Need] = []  # results to wait for before the next heavy op
+        self.chains: dict[tuple[ValueKey, Layout], int] = {}  # under way with more to follow: `heavy` when that began
 
     def run(self) -> RankProgram:
         inputs = [self._input(key, layout) for key, layout in self.phase.inputs]
         for op in self.phase.ops:
-            for key, layout in self.phase.ends.get(op.name, ()):
-                self.fetch(key, layout)
+            if is_heavy(op):
+                self._end_results(self.phase.ends[op.name])
+                self._advance_chains()
             for key, layout in self.phase.starts.get(op.name, ()):
                 self._start(key, layout)
             self._emit(op)
+            self.heavy += is_heavy(op)
             self._start_results(op)
         for key, layout in self.phase.outputs:
             self._start(key, layout)
@@ -156,6 +163,32 @@ class PhaseEmitter:
         self.have[(key, layout)] = made
         if isinstance(made, Value):
             self._note_pending(made, layout)
+        elif made.left > 1:
+            self.chains[(key, layout)] = self.heavy
+
+    def _end_results(self, due: list[Need]) -> None:
+        """Wait for results of the phase; those with another transfer to come run beside one more heavy op."""
+        due, self.late = [*self.late, *due], []
+        for key, layout in due:
+            made = self.have.get((key, layout))
+            if isinstance(made, Pending) and made.left > 1:
+                self.late.append((key, layout))
+            else:
+                self.fetch(key, layout)
+
+    def _advance_chains(self) -> None:
+        """Of re-layouts in several transfers start the next one where a heavy op ran beside the last."""
+        for place, began in list(self.chains.items()):
+            made = self.have[place]
+            if isinstance(made, Value) or made.left < 2:
+                del self.chains[place]
+            elif began < self.heavy:
+                keep, self.builder.origin = self.builder.origin, self._relayout_origin(place[0])
+                first = len(self.builder.body)
+                made.advance()
+                self._allow_pending(first)
+                self.builder.origin = keep
+                self.chains[place] = self.heavy
 
     def _on_the_way(self, op: OpNode) -> bool:
         """Start what a view of resting values looks at; whether that has to be waited for."""

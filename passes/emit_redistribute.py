@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ Finish = Callable[[], Value]
 def emit_redistribution(builder: Builder, value: Value, plan: Redistribution, mesh: Mesh) -> Value | Pending:
     """Bring the local tensor of `builder.rank` from `plan.source` to `plan.target`.
 
-    Local steps are emitted at once. The first transfer is started; `Pending.finish` waits for it and does the rest.
+    Local steps are emitted at once. The first transfer is started; `Pending.advance` waits for it and starts the next.
     All ranks call both alike and at the same places of their programs.
     """
     return _emit(builder, value, plan.steps, mesh)
@@ -44,14 +43,14 @@ def _emit(builder: Builder, value: Value, steps: Sequence[Step], mesh: Mesh) -> 
             value = _LOCAL[step.kind](on, value)
             continue
         finish = _TRANSFERS[step.kind](on, value)
-        return Pending(partial(_rest, builder, finish, steps[index + 1 :], mesh))
+        return _pending(builder, finish, steps[index + 1 :], mesh)
     return value
 
 
-def _rest(builder: Builder, finish: Finish, steps: Sequence[Step], mesh: Mesh) -> Value:
-    """End a transfer, then do the steps that follow one after another."""
-    made = _emit(builder, finish(), steps, mesh)
-    return made.finish() if isinstance(made, Pending) else made
+def _pending(builder: Builder, finish: Finish, rest: Sequence[Step], mesh: Mesh) -> Pending:
+    """A transfer under way, with the steps that follow it."""
+    left = 1 + sum(step.kind in _TRANSFERS for step in rest)
+    return Pending(lambda: _emit(builder, finish(), rest, mesh), left)
 
 
 @dataclass(frozen=True)

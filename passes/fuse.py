@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from stpart_compiler.capture import Captured
 from stpart_compiler.passes.propagate import Annotated
@@ -55,7 +56,7 @@ class _Rewriter:
             else:
                 self.copied[unit] = self.new.node_copy(unit, self.copied.__getitem__)
         self.new.lint()
-        return fx.GraphModule(gm, self.new, "Fused")
+        return _LazyGraphModule(gm, self.new, "Fused")
 
     def _owners(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
         """The region of each node that is in one; a getitem goes with what it takes from."""

@@ -69,7 +69,7 @@ class MakePlan:
             space, problem, solution = self._template(graph, template(self.name))
             return _plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
         if self.known.yardsticks is None:
-            self.known.yardsticks = self._yardsticks(graph, progress)
+            self.known.yardsticks = self._yardsticks(graph, progress) if self.options.yardsticks else {}
         yardsticks = {name: found for name, found in self.known.yardsticks.items() if self._fits(found)}
         prices = {name: found[2].seconds for name, found in yardsticks.items()}
         if self.known.whole is None:

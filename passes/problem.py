@@ -17,7 +17,8 @@ class SolverOptions:
     """`time_limit_s`: seconds for CP-SAT; `gap`: stop once within this relative distance of the bound.
 
     `workers`: threads. `patience_s`: stop when no better plan came for so long. `optimizer`: "adamw", "momentum" or
-    "sgd", whose state counts against the memory limit.
+    "sgd", whose state counts against the memory limit. `yardsticks`: price the templates first, which gives first plans
+    and what the report compares with; without them a small problem is solved sooner.
     """
 
     seed: int = 0
@@ -26,6 +27,7 @@ class SolverOptions:
     workers: int = 2
     patience_s: float = 3.0
     optimizer: str = "adamw"
+    yardsticks: bool = True
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -233,16 +234,18 @@ def _refine(ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
             by_value.setdefault(key, []).append(index)
     spread = _Memo(_spread)
     split: _Memo[tuple[TensorCuts, ...], OpRule] = _Memo(lambda rule, known: refined(rule, _factor_parts(rule, known)))
-    pending = dict.fromkeys(range(len(ops)))
-    while pending:
-        index = next(iter(pending))
-        del pending[index]
+    queue = deque(range(len(ops)))
+    waiting = set(queue)
+    while queue:
+        index = queue.popleft()
+        waiting.remove(index)
         before = tuple(cuts.get(key, ()) for key in ports[index])
         for key, grown in zip(ports[index], spread(ops[index].rule, before), strict=True):
             if grown and grown != cuts[key]:
                 # one value may be several operands
                 cuts[key] = tuple(_with_cuts(old, new) for old, new in zip(cuts[key], grown, strict=True))
-                pending.update(dict.fromkeys(by_value[key]))
+                queue += [other for other in by_value[key] if other not in waiting]
+                waiting.update(by_value[key])
     for op, keys in zip(ops, ports, strict=True):
         op.rule = split(op.rule, tuple(cuts.get(key, ()) for key in keys))
     for key, info in values.items():

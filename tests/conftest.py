@@ -1,5 +1,6 @@
 """Settings shared by all tests: one thread per process, reproducible hypothesis examples."""
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -9,3 +10,7 @@ torch.set_num_threads(1)
 # The first call of an op can take long (imports, tracing), so no deadline per example.
 settings.register_profile("deterministic", derandomize=True, deadline=None)
 settings.load_profile("deterministic")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", action="store_true", help="also strategies that differ by the names of mesh axes alone")

@@ -20,6 +20,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph_module import _get_attr
 from torch.utils._pytree import TreeSpec
 
@@ -152,7 +153,7 @@ class _Flattener:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return Captured(
-            gm=fx.GraphModule(self.root, self.graph, "Joint"),
+            gm=_LazyGraphModule(self.root, self.graph, "Joint"),  # its code is rarely run, and long
             params=[self._param_info(tied, is_buffer=False) for tied in self.state.params],
             buffers=[self._param_info(tied, is_buffer=True) for tied in self.state.buffers],
             inputs=[self._input_info(index) for index in range(len(self.call.leaves))],

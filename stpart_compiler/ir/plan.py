@@ -81,10 +81,12 @@ class Plan:
 
     def _decisions(self) -> dict[str, Any]:
         again = {"recompute": self.recompute} if self.recompute else {}
+        distinct = {id(s): s for s in self.strategies.values()}  # identical ops share one
+        written = {key: strategy_to_json(s) for key, s in distinct.items()}
         return again | {
             "mesh": list(self.mesh.to_dict().items()),
             "graph": self.graph_digest,
-            "strategies": {name: strategy_to_json(s) for name, s in self.strategies.items()},
+            "strategies": {name: written[id(s)] for name, s in self.strategies.items()},
             "params": {name: layout_to_json(layout) for name, layout in self.params.items()},
         }
 

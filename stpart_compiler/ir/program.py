@@ -167,17 +167,30 @@ def groups_of(programs: Iterable[RankProgram]) -> tuple[tuple[int, ...], ...]:
 
 
 class Pending:
-    """A value whose transfer has started. `finish` waits for it and makes the usable value, once."""
+    """A value on its way. `step` waits for the transfer under way and gives the value, or what starts next.
 
-    __slots__ = ("_finish", "_value")
+    `left`: transfers that have not ended.
+    """
 
-    def __init__(self, finish: Callable[[], Value]) -> None:
-        self._finish = finish
+    __slots__ = ("_step", "_value", "left")
+
+    def __init__(self, step: Callable[[], Value | Pending], left: int = 1) -> None:
+        self._step = step
         self._value: Value | None = None
+        self.left = left
+
+    def advance(self) -> None:
+        """End the transfer under way, and start the next one if there is one."""
+        made = self._step()
+        if isinstance(made, Pending):
+            self._step, self.left = made._step, made.left
+        else:
+            self._value, self.left = made, 0
 
     def finish(self) -> Value:
-        if self._value is None:
-            self._value = self._finish()
+        """End all transfers; the same value each time."""
+        while self._value is None:
+            self.advance()
         return self._value
 
 
