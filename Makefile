@@ -25,9 +25,9 @@ $(INSTALLED): setup.cfg pyproject.toml
 demo: $(INSTALLED) ## Train a small Llama on 4 local ranks and compare it with one device
 	$(BIN)/stpart demo
 
-# Each test process gets one thread: the workers share the cores.
+# Each test process gets one thread: the workers share the cores. Tests of one group share what they captured.
 test: $(INSTALLED) ## Run the tests (WORKERS=2 processes; ARGS="-k name" to choose)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 lint: $(INSTALLED) ## Check the code with ruff
 	$(BIN)/ruff check .

@@ -69,7 +69,7 @@ class InstructionCost:
         target, args = instr.target, instr.args
         if getattr(target, "__name__", "") in _WRAPPERS:
             target, args = args[0], args[1:]
-        operands = tuple(instr.inputs())
+        operands = instr.inputs()
         tensors = {value.name: _meta(value, strides) for value in operands}
         results = _run(target, args, instr.kwargs, tensors)
         if is_view(target):

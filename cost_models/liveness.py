@@ -165,7 +165,7 @@ def _made(instr: Instr) -> list[Value]:
 def storage_base(instr: Instr) -> Value | None:
     """The input whose storage the results share: of a view its first argument, of an in-place op what it writes."""
     if instr.kind == "view":
-        return next(values_in(instr.args[0]))
+        return values_in(instr.args[0])[0]
     if instr.kind == "compute" and _writes(instr.target).returns_written:
         return next(iter(written(instr)), None)
     return None

@@ -188,7 +188,7 @@ class _Simulation:
         return [(message.tag, _End(rank, instr, value.nbytes)) for value, message in messages if value.nbytes]
 
     def _collective_end(self, rank: _Rank, instr: Instr) -> list[tuple[int, _End]]:
-        x = next(instr.inputs())
+        x = instr.inputs()[0]
         if len(instr.group) == 1 or not x.nbytes:
             return []
         kind = _kind(instr)

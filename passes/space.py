@@ -43,14 +43,20 @@ class Costs:
         return LinkCost(self.cluster, self.mesh)
 
     def relayout(self, source: Layout, target: Layout, itemsize: int) -> float:
-        if source == target:
-            return 0.0
+        """Seconds of the transfers of a re-layout."""
+        return self.priced(source, target, itemsize)[0]
+
+    def priced(self, source: Layout, target: Layout, itemsize: int) -> tuple[float, float]:
+        """Seconds of the transfers of a re-layout, and of the local copies beside them."""
+        if source is target:
+            return 0.0, 0.0
         key = (source, target, itemsize)
         if key not in self.known:
-            self.known[key] = redistribution_cost(source, target, self.mesh, itemsize, self.link)
+            seconds = redistribution_cost(source, target, self.mesh, itemsize, self.link) if source != target else 0.0
+            self.known[key] = seconds, self._repacking(source, target, itemsize) if seconds else 0.0
         return self.known[key]
 
-    def repacking(self, source: Layout, target: Layout, itemsize: int) -> float:
+    def _repacking(self, source: Layout, target: Layout, itemsize: int) -> float:
         """Seconds of local copies in a re-layout with transfers, which nothing hides.
 
         Blocks that differ in their outermost dim alone are sent and received where they are. An all-reduce sums in a
@@ -62,7 +68,7 @@ class Costs:
         return copy_seconds(max(max_local_numel(source), max_local_numel(target)) * itemsize, self.cluster)
 
     @cached_property
-    def known(self) -> dict[tuple[Layout, Layout, int], float]:
+    def known(self) -> dict[tuple[Layout, Layout, int], tuple[float, float]]:
         """Prices asked for before: identical tensors are common."""
         return {}
 

@@ -86,9 +86,7 @@ class Prices:
 
     def _exposed(self, source: Layout, target: Layout, itemsize: int, hidden: float) -> int:
         """Nanoseconds of a re-layout that compute does not hide."""
-        costs = self.space.costs
-        transfer = costs.relayout(source, target, itemsize)
-        local = costs.repacking(source, target, itemsize) if transfer else 0.0
+        transfer, local = self.space.costs.priced(source, target, itemsize)
         return round((max(HIDDEN_SHARE * transfer, transfer - hidden) + local) * 1e9)
 
     def ids(self, layouts: list[Layout], itemsize: int) -> list[int]:

@@ -20,7 +20,7 @@ from torch.nn import functional
 TOLERANCE = 1e-10
 SEQUENCE, VOCABULARY = 8, 32
 MESHES: dict[int, Any] = {2: 2, 4: (2, 2)}
-SOLVER = {"time_limit_s": 20.0, "patience_s": 0.5}
+SOLVER = {"time_limit_s": 20.0, "patience_s": 0.5, "yardsticks": False}
 
 
 class Block(nn.Module):
@@ -188,7 +188,7 @@ def partitioned(mesh: Any) -> None:
 
 
 CASES: tuple[Callable[[Any], None], ...] = (loss_outside, loss_inside, swapped_parameter, hf_llama, partitioned)
-ON_RANKS = {2: CASES, 4: (hf_llama, partitioned)}
+ON_RANKS = {2: CASES, 4: (loss_inside, partitioned)}
 
 
 def run_cases(world: int) -> Iterator[str]:

@@ -6,8 +6,9 @@ build their instructions from the same sequence of global events, so that `Build
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,16 +93,21 @@ class Instr:
     def __getstate__(self) -> dict[str, Any]:
         """Operators cannot be pickled; they go by name."""
         named = {"target": _named(self.target), "args": tuple(map(_named, self.args))}
-        return dict(self.__dict__) | named
+        return {key: value for key, value in self.__dict__.items() if key != "_inputs"} | named
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.target = _found(self.target)
         self.args = tuple(map(_found, self.args))
 
-    def inputs(self) -> Iterator[Value]:
-        yield from values_in(self.args)
-        yield from values_in(tuple(self.kwargs.values()))
+    def inputs(self) -> tuple[Value, ...]:
+        """Tensors among the arguments, in order, repeats kept."""
+        return self._inputs
+
+    @cached_property
+    def _inputs(self) -> tuple[Value, ...]:
+        """Found once: an instruction does not change."""
+        return tuple(values_in((*self.args, *self.kwargs.values())))
 
 
 class _OpName(str):
@@ -135,12 +141,13 @@ def substituted(item: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(item)
 
 
-def values_in(item: Any) -> Iterator[Value]:
+def values_in(item: Any) -> list[Value]:
+    """Tensors in an argument, in order."""
     if isinstance(item, Value):
-        yield item
-    elif isinstance(item, (list, tuple)):
-        for part in item:
-            yield from values_in(part)
+        return [item]
+    if isinstance(item, (list, tuple)):
+        return [value for part in item if isinstance(part, (Value, list, tuple)) for value in values_in(part)]
+    return []
 
 
 P2P_CHANNEL = 0

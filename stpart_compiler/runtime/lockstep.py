@@ -131,7 +131,7 @@ def _collective(rank: _Rank, instr: Instr, pool: Pool) -> None:
     here = rank.program.rank
     buffer = rank.env[out.name] = _poisoned(out)
     shared = pool.setdefault((instr.group, instr.tag, instr.channel), {})
-    shared[here] = rank.env[next(instr.inputs()).name].clone()
+    shared[here] = rank.env[instr.inputs()[0].name].clone()
     name = instr.target.name().split("::")[1].split(".")[0]
 
     def arrive() -> bool:

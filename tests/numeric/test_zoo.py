@@ -14,11 +14,10 @@ import pytest
 import torch
 from lockstep_step import lockstep_step
 from slow_ranks import CLUSTER, SOLVER
+from traced_zoo import by_model, traced
 from zoo import KERNEL_FLOAT32, ZOO, Step, make
 
 import stpart_compiler as st
-from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate
 
 MESHES = (2, 3, 4, 8, (2, 2))
 THREADS = 3
@@ -26,12 +25,10 @@ SQUARE = (4, (2, 2))
 
 
 class Case:
-    """A step captured once, with the loss, gradients and buffers of one device."""
+    """A step with the loss, gradients and buffers of one device."""
 
     def __init__(self, name: str) -> None:
-        self.step = make(name).double()
-        self.captured = capture(self.step.model, self.step.args, dict(self.step.kwargs), loss_fn=self.step.loss_fn)
-        self.graph = annotate(self.captured)
+        self.step, self.captured, self.graph = traced(name)
         self.single = dataclasses.replace(self.step, model=copy.deepcopy(self.step.model))
         self.loss = self.single.loss()
         self.loss.backward()
@@ -73,12 +70,12 @@ class Case:
         assert error <= self.step.tolerance * size, f"{name}: error {error:.2e} of {size:.2e}"
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def _case(name: str) -> Case:
     return Case(name)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@by_model
 def test_solved(name: str) -> None:
     case = _case(name)
     for mesh in MESHES:
@@ -88,7 +85,7 @@ def test_solved(name: str) -> None:
         case.check(compiled, threads=mesh == THREADS)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@by_model
 def test_templates(name: str) -> None:
     """Each template on one mesh, another one for each model."""
     case = _case(name)
@@ -98,7 +95,7 @@ def test_templates(name: str) -> None:
         case.check(case.compile(mesh, template), threads=mesh == THREADS)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@by_model
 def test_every_op_has_a_rule(name: str) -> None:
     graph = _case(name).graph
     assert {str(op.call.target) for op in graph.ops if not op.has_rule} == set()

@@ -7,16 +7,13 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-import pytest
 import torch
 from blocks import LINE, Example, check_maps, check_strategy, cut, graph_inputs, in_double
 from torch import fx
 from torch.utils._pytree import tree_leaves
-from zoo import ZOO, make
+from traced_zoo import by_model, traced
 
-from stpart_compiler.capture import capture
 from stpart_compiler.ir.layout import form
-from stpart_compiler.passes.decompose import Decompose
 from stpart_compiler.passes.rules import OpCall, Operand, op_call, rule_of
 
 aten = torch.ops.aten
@@ -71,16 +68,14 @@ def tensors_in(item: Any) -> Iterator[torch.Tensor]:
 
 
 def recorded(name: str) -> list[Example]:
-    step = make(name).double()
-    captured = capture(step.model, step.args, dict(step.kwargs), loss_fn=step.loss_fn)
-    Decompose().apply(captured.gm)
+    step, captured, _ = traced(name)
     recorder = Recorder(captured.gm)
     with torch.no_grad():
         recorder.run(*graph_inputs(captured, step.model, tree_leaves((step.args, dict(step.kwargs)))))
     return recorder.examples
 
 
-@pytest.mark.parametrize("name", ZOO)
+@by_model
 def test_calls_of_a_model_hold_in_blocks(name: str) -> None:
     for ex in recorded(name):
         check_maps(ex)

@@ -1,0 +1,30 @@
+"""The zoo's models in float64, each captured once: the tests of one model run in one process, one after another."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import pytest
+from zoo import ZOO, Step, make
+
+from stpart_compiler.capture import Captured, capture
+from stpart_compiler.compile import annotate
+from stpart_compiler.passes.propagate import Annotated
+
+by_model = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ZOO])
+
+
+class Traced(NamedTuple):
+    """`captured` is decomposed."""
+
+    step: Step
+    captured: Captured
+    graph: Annotated
+
+
+@lru_cache(maxsize=1)
+def traced(name: str) -> Traced:
+    step = make(name).double()
+    captured = capture(step.model, step.args, dict(step.kwargs), loss_fn=step.loss_fn)
+    return Traced(step, captured, annotate(captured))
