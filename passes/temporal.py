@@ -86,11 +86,11 @@ class _Loop:
 
     def step(self, t: int) -> None:
         incoming, tags = self._exchange(t)
-        if is_void(self.op.call, self.blocks[t]):
+        if not self.op.rule.rings and is_void(self.op.call, self.blocks[t]):  # in rings inside all ranks take part
             made: Sequence[Value | None] = [None] * len(self.outs)
         else:
             operands = [self._operand(i, t) for i in range(len(self.ins))]
-            made = self.emitter.call_block(self.op, self.blocks[t], operands)
+            made = self.emitter.call_block(self.op, self.strategy, self.blocks[t], operands, t)
         self._combine(made, t)
         self.builder.wait(tags, P2P_CHANNEL)
         for i, value in incoming.items():

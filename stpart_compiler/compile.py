@@ -28,6 +28,7 @@ from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated, Propagate
 from stpart_compiler.passes.regions import REGIONS
+from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.templates import template as named_template
@@ -271,7 +272,7 @@ class Search:
     def run(self) -> tuple[Plan, Programs]:
         """The cheapest plan that fits. Where memory is short, regions may keep less, and run again what they do not."""
         if self.template is not None:
-            return self._run(named_template(self.template).regions)
+            return self._run(self._regions_of(self.template))
         found: list[tuple[Plan, Programs]] = []
         short: list[InfeasibleError] = []
         for regions in (None, *REGIONS):
@@ -288,6 +289,14 @@ class Search:
         if not found:
             raise min(short, key=lambda error: error.least)
         return _cheapest(found)
+
+    def _regions_of(self, template: str) -> str | None:
+        """Those that a template asks for; without attention where its sequence could not be cut in one."""
+        asked = named_template(template).regions
+        graph = self.graphs.fused(asked) if asked == "all" else None
+        regions = [op for op in graph.ops if isinstance(op.call.target, Region)] if graph is not None else []
+        attends = [op for op in regions if any(inner.rule.loops for inner in op.call.target.body)]
+        return asked if all(op.rule.rings for op in attends) else "mlp"
 
     def _run(self, regions: str | None) -> tuple[Plan, Programs]:
         """Where the programs' exact peak is over the limit, solve again with less room.

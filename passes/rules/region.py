@@ -8,6 +8,7 @@ any op. A factor that all products of the region have may be its loop: the middl
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,12 +28,17 @@ Atoms = list[list[int]]  # per dim of a tensor, sizes of its atoms
 
 @dataclass(frozen=True)
 class BodyOp:
-    """One op of a region. `factors[f]`: the factor of the region that its own factor f is."""
+    """One op of a region. `factors[f]`: the factor of the region that its own factor f is.
+
+    `ring`: two of its own factors that are one of the region (queries and keys of one sequence). Where that is cut over
+    an axis, blocks of the first stay and those of the second go round (`passes/inner_rings.py`).
+    """
 
     call: OpCall
     rule: OpRule
     sources: tuple[Source, ...]
     factors: tuple[int, ...] = ()
+    ring: tuple[int, int] | None = None
 
     @property
     def kind(self) -> str:
@@ -109,7 +115,23 @@ class Region:
                 source = behind[source]
             last[source] = j
         spans = [(at[0], last.get(at, at[0]), size) for at, size in sizes.items()]
-        return max(sum(size for start, end, size in spans if start <= j <= end) for j in range(len(self.body)))
+        own = [self._ring_bytes(op, extents) for op in self.body]
+        return max(sum(size for start, end, size in spans if start <= j <= end) + own[j] for j in range(len(self.body)))
+
+    def _ring_bytes(self, op: BodyOp, extents: Sequence[int]) -> int:
+        """What a ring inside needs beside the op's operands and results: buffers in use, arriving, and of merging."""
+        if op.ring is None or extents[op.factors[op.ring[0]]] == self.rule.factors[op.factors[op.ring[0]]].size:
+            return 0
+        ins, outs = op.shapes(extents)
+        moving = sum(
+            math.prod(shape) * x.dtype.itemsize
+            for tensor, shape, x in zip(op.rule.inputs, ins, op.call.operands, strict=True)
+            if any(op.ring[1] in dim for dim in tensor)
+        )
+        made = sum(
+            math.prod(shape) * x.dtype.itemsize for shape, x in zip(outs, op.call.results, strict=True) if x is not None
+        )
+        return 2 * moving + 2 * made
 
 
 _QUIET = frozenset({"t", "view", "_unsafe_view", "transpose", "permute", "expand", "unsqueeze", "clone"})
@@ -123,12 +145,15 @@ def compose(
     `operands`, `results`: the atoms of the values it reads and makes.
     """
     dims = _Dims(body, operands, results)
+    body = [replace(op, ring=_ring(j, op, dims)) for j, op in enumerate(body)]
     kinds, combines = _kinds(body, dims, outputs)
-    loops = _common(body, dims) & {c for c, kind in kinds.items() if kind != WHOLE}
+    shared = _common(body, dims) & {c for c, kind in kinds.items() if kind != WHOLE}
+    rings = {dims.of(j, op.ring[0]) for j, op in enumerate(body) if op.ring is not None} & shared
+    loops = shared - rings
     if not loops:
         return None
     number = {c: i for i, c in enumerate(kinds)}
-    factors = tuple(Factor(f"f{i}", dims.size[c], kinds[c] if c in loops else WHOLE) for i, c in enumerate(kinds))
+    factors = tuple(Factor(f"f{i}", dims.size[c], kinds[c] if c in shared else WHOLE) for i, c in enumerate(kinds))
     rule = OpRule(
         factors,
         tuple(dims.tensor((-1, i), number) for i in range(len(operands))),
@@ -136,6 +161,7 @@ def compose(
         loops=frozenset(number[c] for c in loops),
         tiles=frozenset(number[c] for c in loops),
         combines=combines,
+        rings=frozenset(number[c] for c in rings),
     )
     named = tuple(
         replace(op, factors=tuple(number[dims.of(j, f)] for f in range(len(op.rule.factors))))
@@ -207,6 +233,19 @@ class _Dims:
         return any(c in self.of_dim(source, d) for d in range(len(self.atoms[source])))
 
 
+def _ring(j: int, op: BodyOp, dims: _Dims) -> tuple[int, int] | None:
+    """Two factors of an op that are one dim of the region, if its blocks may go round: what stays, what travels."""
+    found: list[tuple[int, int, int]] = []
+    for f, g in itertools.permutations(range(len(op.rule.factors)), 2):
+        tensors = [{x for dim in tensor for x in dim} for tensor in (*op.rule.inputs, *op.rule.outputs)]
+        apart = all(len({f, g} & tensor) < 2 for tensor in tensors)
+        cut = op.rule.factors[f].kind in (PARALLEL, *COMBINED) and op.rule.factors[f].size > 1
+        if g in op.rule.loops and apart and cut and dims.of(j, f) == dims.of(j, g):
+            travels = sum(math.prod(op.rule.factors[x].size for x in tensor) for tensor in tensors if g in tensor)
+            found.append((travels, f, g))
+    return min(found)[1:] if found else None
+
+
 def _common(body: Sequence[BodyOp], dims: _Dims) -> set[Node]:
     """Dims that all products have."""
     products = [j for j, op in enumerate(body) if any(factor.kind == SUM for factor in op.rule.factors)]
@@ -255,13 +294,20 @@ def _states(
     body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source], c: Node, at: list[tuple[int, int]]
 ) -> list[str]:
     """What each result is of a dim; empty where the dim must not be cut."""
-    once = len({j for j, _ in at}) == len(at)  # an op in which it is two dims needs it whole
+    rings = {j for j, f in at if f in (body[j].ring or ())}
+    at = [(j, f) for j, f in at if j not in rings]
+    once = len({j for j, _ in at}) == len(at)  # an op in which it is two dims needs it whole, or goes round
     cut = all(body[j].rule.factors[f].kind in (PARALLEL, *COMBINED) for j, f in at)
     if c in dims.whole or not at or not once or not cut:
         return []
     states: dict[Source, str] = {source: HAS if dims.has(source, c) else FREE for source in dims.atoms if source[0] < 0}
     own = dict(at)
     for j, op in enumerate(body):
+        if j in rings:
+            if any(states[source] in COMBINED for source in op.sources):
+                return []
+            states |= {(j, r): HAS for r in range(len(op.rule.outputs))}
+            continue
         made = _state(op, own.get(j), [states[source] for source in op.sources])
         if made is None:
             return []
