@@ -272,7 +272,7 @@ class Search:
     def run(self) -> tuple[Plan, Programs]:
         """The cheapest plan that fits. Where memory is short, regions may keep less, and run again what they do not."""
         if self.template is not None:
-            return self._run(self._regions_of(self.template))
+            return self._run(self.regions_of(self.template))
         found: list[tuple[Plan, Programs]] = []
         short: list[InfeasibleError] = []
         for regions in (None, *REGIONS):
@@ -290,7 +290,7 @@ class Search:
             raise min(short, key=lambda error: error.least)
         return _cheapest(found)
 
-    def _regions_of(self, template: str) -> str | None:
+    def regions_of(self, template: str) -> str | None:
         """Those that a template asks for; without attention where its sequence could not be cut in one."""
         asked = named_template(template).regions
         graph = self.graphs.fused(asked) if asked == "all" else None
