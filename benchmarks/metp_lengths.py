@@ -18,7 +18,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -120,7 +120,7 @@ class Need:
         )
 
 
-def needs(options: argparse.Namespace, shape: Shape, layers: int, length: int, name: str) -> Need:
+def needs(options: argparse.Namespace, shape: Shape, layers: int, name: str, length: int) -> Need:
     """Of a plan for so many layers."""
     with torch.device("meta"):
         model = Decoder(shape, layers, name in SPATIAL).to(torch.bfloat16)
@@ -144,11 +144,11 @@ def needs(options: argparse.Namespace, shape: Shape, layers: int, length: int, n
     return min(found, key=lambda need: need.nbytes)
 
 
-def whole(options: argparse.Namespace, shape: Shape, length: int, name: str) -> Need:
+def whole(options: argparse.Namespace, shape: Shape, name: str, length: int) -> Need:
     """Of all layers."""
     if shape.layers <= 3:
-        return needs(options, shape, shape.layers, length, name)
-    two, three = (needs(options, shape, layers, length, name) for layers in (2, 3))
+        return needs(options, shape, shape.layers, name, length)
+    two, three = (needs(options, shape, layers, name, length) for layers in (2, 3))
     return two.deeper(three, shape.layers - 2)
 
 
@@ -180,7 +180,7 @@ def main() -> None:
         best = 0
         for name in options.plans:
             start = time.perf_counter()
-            need = cache(lambda length, name=name: whole(options, SHAPES[model], length, name))
+            need = cache(partial(whole, options, SHAPES[model], name))
             length, found = longest(need, room)
             best = max(best, length) if name in SPATIAL else best
             ratio = f"{length / best:.2f}x the best spatial" if best and name not in SPATIAL else ""
