@@ -6,10 +6,9 @@ Models (bfloat16, batch 1, AdamW, on the meta device, cluster a100-80gb-8): GPT 
 of 4 h, vocabulary 51200, no learned positions, of (h, layers) = (12288, 1), (8192, 5), (1024, 24), (4096, 32); and
 Llama-3-8B. Plans only, no programs: the bytes are the solver's estimate, which is within a few percent of the programs'
 peak (benchmarks/prediction.py). Every layer of a template but `metp` is in a torch.utils.checkpoint, as such plans are
-run; `metp` keeps nothing of attention and MLPs by itself, and "solved" is the leanest plan that the solver finds, with
-the regions and recomputation of its choice. Deep models are folded: bytes and seconds of DEEP layers are those of two,
-and as many times what a third adds. Bytes are taken as linear in the length between trials: the length is found by the
-secant method, to 1 %.
+run; `metp` keeps nothing of attention and MLPs by itself; "solved" has the regions and recomputation of its choice. Of
+each the leanest plan is taken that the solver finds. Deep models are folded: bytes and seconds of many layers are those
+of two, and as many times what a third adds. Lengths are found to 1 %.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -26,12 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import Graphs, Search, annotate
+from stpart_compiler.compile import Graphs, annotate, regions_of
 from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.cost_models.sizes import parse_bytes
 from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.passes.make_plan import MakePlan
+from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.regions import REGIONS
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import Costs
@@ -39,8 +39,8 @@ from stpart_compiler.passes.space import Costs
 SPATIAL = ("megatron", "megatron_sp", "ulysses_zero3", "cp_zero3")
 PLANS = (*SPATIAL, "metp", "solved")
 ROUND = 1024  # tokens
-FIRST = (1 << 16, 1 << 17)
-ROUNDS = 4
+FIRST = 1 << 17
+TRIALS = 12
 OPTIONS = st.SolverOptions(time_limit_s=20, patience_s=1)
 
 
@@ -128,20 +128,19 @@ def needs(options: argparse.Namespace, shape: Shape, layers: int, name: str, len
     graphs = Graphs(annotate(capture(model, (tokens, tokens))), Dumper(None))
     costs = Costs(load_cluster(options.cluster), Mesh(("d",), (options.ranks,)))
 
-    def made(regions: str | None, limit: int, template: str | None) -> Need:
-        plan = MakePlan(costs, OPTIONS, limit, template).apply(graphs.of(regions))
-        return Need(plan.memory["solver estimate"], plan.seconds)
-
-    if name != "solved":
-        search = Search(graphs, costs, 1 << 60, OPTIONS, name, None, torch.device("cpu"), print)
-        return made(search.regions_of(name), 1 << 60, name)
-    found = []
-    for regions in REGIONS[1:]:
-        try:
-            found.append(made(regions, 1, None))
-        except InfeasibleError as error:
-            found.append(made(regions, round(error.least * 1.01), None))
+    template = None if name == "solved" else name
+    kinds = REGIONS[1:] if template is None else (regions_of(graphs, template),)
+    found = [leanest(MakePlan(costs, OPTIONS, 1, template), graphs.of(kind)) for kind in kinds]
     return min(found, key=lambda need: need.nbytes)
+
+
+def leanest(maker: MakePlan, graph: Annotated) -> Need:
+    """Of the plan that needs least, or hardly more and is faster."""
+    try:
+        plan = maker.apply(graph)
+    except InfeasibleError as error:
+        plan = replace(maker, memory_limit=round(1.01 * error.least)).apply(graph)
+    return Need(plan.memory["solver estimate"], plan.seconds)
 
 
 def whole(options: argparse.Namespace, shape: Shape, name: str, length: int) -> Need:
@@ -152,19 +151,28 @@ def whole(options: argparse.Namespace, shape: Shape, name: str, length: int) -> 
     return two.deeper(three, shape.layers - 2)
 
 
-def longest(need: Callable[[int], Need], room: float) -> tuple[int, Need]:
-    """The longest length that fits, to 1 %, by the secant through the last two trials; 0 where none does."""
-    (a, b) = FIRST
-    for _ in range(ROUNDS):
-        one, two = need(a), need(b)
-        slope = (two.nbytes - one.nbytes) / (b - a)
-        guess = int(b + (room - two.nbytes) / slope) // ROUND * ROUND
-        if guess < ROUND:
-            return 0, one
-        a, b = b, guess
-        if abs(need(guess).nbytes / room - 1) < 0.01:
+def longest(need: Callable[[int], Need], room: float) -> tuple[int, Need | None]:
+    """The longest length that fits, to 1 %, and its need: between one that fits and one that does not."""
+    low, high, guess = 0, 0, FIRST
+    for _ in range(TRIALS):
+        if need(guess).nbytes <= room:
+            low = guess
+        else:
+            high = guess
+        if high and high - low <= max(ROUND, low // 100):
             break
-    return b, need(b)
+        if not high:
+            guess = rounded(low * min(8.0, 1.02 * room / need(low).nbytes))
+        elif not low:
+            guess = rounded(high / 4)
+        else:
+            share = (room - need(low).nbytes) / (need(high).nbytes - need(low).nbytes)
+            guess = rounded(low + (high - low) * min(max(share, 0.1), 0.9))
+    return low, need(low) if low else None
+
+
+def rounded(length: float) -> int:
+    return max(1, int(length) // ROUND) * ROUND
 
 
 def main() -> None:
@@ -184,11 +192,9 @@ def main() -> None:
             length, found = longest(need, room)
             best = max(best, length) if name in SPATIAL else best
             ratio = f"{length / best:.2f}x the best spatial" if best and name not in SPATIAL else ""
-            print(
-                f"{model:>11} {name:>14}: {length:>9} tokens, step {found.seconds:8.2f} s,"
-                f" {found.nbytes / 1e9:5.1f} GB {ratio} ({time.perf_counter() - start:.0f} s)",
-                flush=True,
-            )
+            what = f"step {found.seconds:8.2f} s, {found.nbytes / 1e9:5.1f} GB" if found else "does not fit"
+            took = time.perf_counter() - start
+            print(f"{model:>11} {name:>14}: {length:>9} tokens, {what} {ratio} ({took:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from stpart_compiler.ir.program import Builder, Origin, Pending, RankProgram, Va
 from stpart_compiler.ir.redistribute import redistribute
 from stpart_compiler.ir.spacetime import Derived, Strategy, derive, factor_range
 from stpart_compiler.passes.emit_redistribute import emit_redistribution
-from stpart_compiler.passes.inner_rings import InnerRing, inner_ring
+from stpart_compiler.passes.inner_rings import InnerRing, inner_ring, inner_strategy
 from stpart_compiler.passes.order import is_heavy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 from stpart_compiler.passes.rules import Block, OpCall, local_call
@@ -298,6 +298,10 @@ class PhaseEmitter:
                 made.append(self._ring(ring, known))
                 continue
             part = inner.block(block.ranges)
+            if isinstance(inner.call.target, Region):
+                cut = inner_strategy(strategy, inner, t)
+                made.append(self._region(op, inner.call.target, cut, part, known, 0))
+                continue
             made.append(self._op(inner.kind, inner.call, part, known, plain=len(inner.call.results) == 1))
         return [made[j][r] for j, r in region.outputs]
 

@@ -36,7 +36,7 @@ def inner_ring(op: OpNode, strategy: Strategy, inner: BodyOp, mesh: Mesh, t: int
         return None
     ((axis, _),) = cut[0].coeffs
     plain = inner_strategy(strategy, inner, t)
-    made = _inner_op(op, inner)
+    made = inner_op(op, inner)
     given = tuple(port.layout for port in derive(inner.rule, plain, mesh).inputs)
     for offset in (0, 1):  # a result that travels starts one rank further on, so that it ends where the plain form says
         digits = list(plain.digits)
@@ -57,7 +57,7 @@ def inner_strategy(strategy: Strategy, inner: BodyOp, t: int) -> Strategy:
     return Strategy(tuple(at_rest(f) for f in inner.factors))
 
 
-def _inner_op(op: OpNode, inner: BodyOp) -> OpNode:
+def inner_op(op: OpNode, inner: BodyOp) -> OpNode:
     """An op of the body as one of the graph, under the name of the region."""
 
     def own(factors: frozenset[int]) -> frozenset[int]:

@@ -19,7 +19,7 @@ from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.ir.rule import SUM, block_shape
 from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Strategy, derive, factor_atom
-from stpart_compiler.passes.inner_rings import inner_ring
+from stpart_compiler.passes.inner_rings import inner_op, inner_ring, inner_strategy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
 from stpart_compiler.passes.rules.region import Region
@@ -105,8 +105,13 @@ class Costs:
         seconds, moved = 0.0, 0
         for inner in op.call.target.body:
             ring = inner_ring(op, strategy, inner, self.mesh)
-            if ring is None:
+            if ring is None and not isinstance(inner.call.target, Region):
                 seconds += op_seconds(inner.call, *inner.shapes(extents), self.cluster)
+                continue
+            if ring is None:
+                made, cut = inner_op(op, inner), inner_strategy(strategy, inner, 0)
+                own, within = self.op(made, cut, derive(made.rule, cut, self.mesh))
+                seconds, moved = seconds + own, moved + within
                 continue
             own, within = self.op(ring.op, ring.strategy, ring.derived)
             ports = zip(ring.given, ring.derived.inputs, inner.call.operands, strict=True)

@@ -23,7 +23,7 @@ from stpart_compiler.passes.build_programs import BuildPrograms, Programs, input
 from stpart_compiler.passes.decompose import Decompose
 from stpart_compiler.passes.defer import DeferReductions
 from stpart_compiler.passes.fit_plan import FitPlan
-from stpart_compiler.passes.fuse import FuseRegions
+from stpart_compiler.passes.fuse import FuseRegions, FuseScores
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated, Propagate
@@ -195,8 +195,11 @@ def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:
 def fuse(graph: Annotated, regions: str = "mlp", dumper: Dumper | None = None) -> Annotated | None:
     """The annotated graph with each region as one op; None where there are none. `regions`: one of REGIONS."""
     with without_gc():
+        scores = FuseScores().apply(graph.captured) if regions == "all" else None
+        if scores is not None:
+            graph = Propagate().apply(scores)
         captured = FuseRegions(regions).apply(graph)
-        found = None if captured is None else Propagate().apply(captured)
+        found = Propagate().apply(captured) if captured is not None else graph if scores is not None else None
     if found is not None:
         (dumper or Dumper(None)).annotated(found)
     return found
@@ -255,6 +258,15 @@ class Graphs:
         return (self.fused(regions) if regions else None) or self.plain
 
 
+def regions_of(graphs: Graphs, template: str) -> str | None:
+    """Those that a template asks for; without attention where its sequence could not be cut in one."""
+    asked = named_template(template).regions
+    graph = graphs.fused(asked) if asked == "all" else None
+    regions = [op for op in graph.ops if isinstance(op.call.target, Region)] if graph is not None else []
+    attends = [op for op in regions if any(inner.rule.loops for inner in op.call.target.body)]
+    return asked if all(op.rule.rings for op in attends) else "mlp"
+
+
 @dataclasses.dataclass(frozen=True)
 class Search:
     """Solve, generate, and compare the exact peak with the limit."""
@@ -272,7 +284,7 @@ class Search:
     def run(self) -> tuple[Plan, Programs]:
         """The cheapest plan that fits. Where memory is short, regions may keep less, and run again what they do not."""
         if self.template is not None:
-            return self._run(self.regions_of(self.template))
+            return self._run(regions_of(self.graphs, self.template))
         found: list[tuple[Plan, Programs]] = []
         short: list[InfeasibleError] = []
         for regions in (None, *REGIONS):
@@ -289,14 +301,6 @@ class Search:
         if not found:
             raise min(short, key=lambda error: error.least)
         return _cheapest(found)
-
-    def regions_of(self, template: str) -> str | None:
-        """Those that a template asks for; without attention where its sequence could not be cut in one."""
-        asked = named_template(template).regions
-        graph = self.graphs.fused(asked) if asked == "all" else None
-        regions = [op for op in graph.ops if isinstance(op.call.target, Region)] if graph is not None else []
-        attends = [op for op in regions if any(inner.rule.loops for inner in op.call.target.body)]
-        return asked if all(op.rule.rings for op in attends) else "mlp"
 
     def _run(self, regions: str | None) -> tuple[Plan, Programs]:
         """Where the programs' exact peak is over the limit, solve again with less room.

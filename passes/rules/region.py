@@ -15,9 +15,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from stpart_compiler.cost_models.compute import is_view
-from stpart_compiler.ir.rule import COMBINED, PARALLEL, SUM, WHOLE, Factor, OpRule, TensorMap, block_shape
-from stpart_compiler.passes.rules.registry import Block, OpCall, bind
+from stpart_compiler.ir.rule import (
+    COMBINED,
+    LOGSUMEXP,
+    ONLINE,
+    PARALLEL,
+    SUM,
+    WHOLE,
+    Factor,
+    OpRule,
+    TensorMap,
+    block_shape,
+)
+from stpart_compiler.passes.rules.registry import Block, Merge, OpCall, bind
+from stpart_compiler.runtime import fused_ops, local_ops
 
 Shape = tuple[int, ...]
 Source = tuple[int, int]
@@ -56,6 +70,9 @@ class BodyOp:
         return ins, outs
 
 
+_MERGE = Merge(local_ops.merge_written, local_ops.merged_written, lambda dtypes: (dtypes[1], dtypes[1]))
+
+
 @dataclass(frozen=True, eq=False)
 class Region:
     """The target of a fused call: called with whole tensors, it computes what its ops compute."""
@@ -73,6 +90,11 @@ class Region:
 
     def __str__(self) -> str:
         return self.__name__
+
+    @cached_property
+    def merge(self) -> Merge | None:
+        """How blocks of the keys of attention written out are merged: its results are the output and the logsumexp."""
+        return _MERGE if any(factor.kind == ONLINE for factor in self.rule.factors) else None
 
     def __call__(self, *tensors: Any) -> Any:
         made: list[tuple[Any, ...]] = []
@@ -115,11 +137,18 @@ class Region:
                 source = behind[source]
             last[source] = j
         spans = [(at[0], last.get(at, at[0]), size) for at, size in sizes.items()]
-        own = [self._ring_bytes(op, extents) for op in self.body]
+        own = [self._inner_bytes(op, extents) for op in self.body]
         return max(sum(size for start, end, size in spans if start <= j <= end) + own[j] for j in range(len(self.body)))
 
+    def _inner_bytes(self, op: BodyOp, extents: Sequence[int]) -> int:
+        """What a region or ring inside needs beside the op's operands and results."""
+        middle = (
+            op.call.target.peak_bytes([extents[f] for f in op.factors]) if isinstance(op.call.target, Region) else 0
+        )
+        return middle + self._ring_bytes(op, extents)
+
     def _ring_bytes(self, op: BodyOp, extents: Sequence[int]) -> int:
-        """What a ring inside needs beside the op's operands and results: buffers in use, arriving, and of merging."""
+        """Buffers in use, arriving, and of merging."""
         if op.ring is None or extents[op.factors[op.ring[0]]] == self.rule.factors[op.factors[op.ring[0]]].size:
             return 0
         ins, outs = op.shapes(extents)
@@ -134,6 +163,8 @@ class Region:
         return 2 * moving + 2 * made
 
 
+fused = getattr(torch.ops, fused_ops.NAMESPACE)
+_KEPT = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 _QUIET = frozenset({"t", "view", "_unsafe_view", "transpose", "permute", "expand", "unsqueeze", "clone"})
 
 
@@ -233,6 +264,17 @@ class _Dims:
         return any(c in self.of_dim(source, d) for d in range(len(self.atoms[source])))
 
 
+def _weighted(op: BodyOp, f: int | None, operands: list[str]) -> str | None:
+    """What is made of shares of a block of keys: linear in them it is one too, and summed over keys it is merged."""
+    ports = frozenset(i for i, state in enumerate(operands) if state in (SHARE, MERGED))
+    passes = len(operands) == 1 and (is_view(op.call.target) or op.call.target in _KEPT)
+    if not passes and ports not in op.rule.linear:
+        return None
+    if f is None:
+        return MERGED
+    return {PARALLEL: SHARE, SUM: MERGED}.get(op.rule.factors[f].kind)
+
+
 def _ring(j: int, op: BodyOp, dims: _Dims) -> tuple[int, int] | None:
     """Two factors of an op that are one dim of the region, if its blocks may go round: what stays, what travels."""
     found: list[tuple[int, int, int]] = []
@@ -255,6 +297,8 @@ def _common(body: Sequence[BodyOp], dims: _Dims) -> set[Node]:
 
 
 FREE, HAS = "free", "has"  # of a dim; else pending over it: one of COMBINED
+SHARE, MERGED = "share", "merged"
+"""Of keys: probabilities of a block by the block's own logsumexp, and sums weighted by such, which are merged by it."""
 
 
 Kinds = dict[Node, str]
@@ -275,7 +319,7 @@ def _kinds(body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source]) -> tu
     for c, at in members.items():
         found = _states(body, dims, outputs, c, at)
         kinds[c] = _kind(found, combines)
-        if kinds[c] != WHOLE:
+        if kinds[c] not in (WHOLE, ONLINE):
             combines = [state if state in COMBINED else known for state, known in zip(found, combines, strict=True)]
     return kinds, tuple(known or SUM for known in combines)
 
@@ -283,7 +327,9 @@ def _kinds(body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source]) -> tu
 def _kind(states: list[str], combines: list[str | None]) -> str:
     """Whether blocks of a dim concatenate, combine, or must not be cut, given what the results are of it."""
     pending = [state for state in states if state in COMBINED]
-    if not states or FREE in states:
+    if MERGED in states:
+        return ONLINE if states == [MERGED, LOGSUMEXP] else WHOLE
+    if not states or FREE in states or SHARE in states:
         return WHOLE
     if any(state in COMBINED and known not in (None, state) for state, known in zip(states, combines, strict=True)):
         return WHOLE
@@ -312,7 +358,8 @@ def _states(
         if made is None:
             return []
         for r in range(len(op.rule.outputs)):
-            states[j, r] = HAS if (j, r) in dims.atoms and dims.has((j, r), c) else made
+            has = (j, r) in dims.atoms and dims.has((j, r), c) and made != SHARE
+            states[j, r] = HAS if has else made
             if j in own and states[j, r] == FREE:
                 return []
     return [states[source] for source in outputs]
@@ -325,6 +372,10 @@ def _state(op: BodyOp, f: int | None, operands: list[str]) -> str | None:
     them, all else through views alone.
     """
     pending = {i: state for i, state in enumerate(operands) if state in COMBINED}
+    if op.call.target is fused.exp_minus.default and operands == [HAS, LOGSUMEXP]:
+        return SHARE
+    if {SHARE, MERGED} & set(operands):
+        return None if pending else _weighted(op, f, operands)
     if f is not None:
         kind = op.rule.factors[f].kind
         return None if pending else kind if kind in COMBINED else FREE
