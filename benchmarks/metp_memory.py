@@ -11,15 +11,17 @@ MiB of the fullest rank:
     kept      all that forward keeps for backward, without parameters
     forward, backward   peak of all that the phase holds while attention runs, without parameters, their gradients and
               inputs: buffers, gathered weights and outputs too
-    scores    of attention written out: the largest tensor of scores
+    scores    of attention written out, in a second table: the largest tensor with one number per query and key
 
-With `--check` the smallest case also runs on all ranks in this process; its peak is that of real tensors.
+    python benchmarks/metp_memory.py --check --ranks 4 --length 1024 --hidden 64 --heads 8
+
+compares the programs' peak under `metp` with that of real tensors, all ranks run in this process.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -116,15 +118,68 @@ def held(phase: StepPhase) -> int:
     return max(sum(x.nbytes for x in alive if x.name not in beside) for alive in found)
 
 
-def scores(program: RankProgram, length: int) -> int:
-    """Bytes of the largest result of a product of activations: those with a dim of many keys and one of queries."""
-    return max((value.nbytes for value in _products(program)), default=0)
+def scores(program: RankProgram) -> int:
+    """Bytes of the largest tensor of scores or probabilities: one per pair of a query and a key."""
+    return max(
+        value.nbytes
+        for instr in program.body
+        if "exp_minus" in str(instr.target) or "_softmax" in str(instr.target)
+        for value in instr.outs
+        if value is not None
+    )
 
 
-def _products(program: RankProgram) -> Iterator[torch.Tensor]:
-    for instr in program.body:
-        if "bmm" in str(instr.target):
-            yield from (value for value in instr.outs if value is not None)
+def fused(options: argparse.Namespace) -> None:
+    """Attention as one kernel: bytes of what stands around it."""
+    bsh = 4 * options.length * options.hidden
+    print("ranks template   counted  formula     kept  forward backward")
+    for ranks in options.ranks:
+        formulas = {"megatron": bsh * (1 + 4 / ranks), "metp": bsh * (2 / ranks + 3 / ranks**2)}
+        found = {name: measured(options, ranks, name, formula) for name, formula in formulas.items()}
+        for name, row in found.items():
+            print(f"{ranks:>5} {name:>8} " + " ".join(f"{x / MIB:8.1f}" for x in row), flush=True)
+        less = [1 - ours / theirs for ours, theirs in zip(found["metp"], found["megatron"], strict=True)]
+        print(f"{'':>5} {'less':>8} " + " ".join(f"{x:8.1%}" for x in less))
+
+
+def measured(options: argparse.Namespace, ranks: int, template: str, formula: float) -> tuple[float, ...]:
+    """A row of the table, in bytes: of each column the fullest rank's."""
+    model = compiled(options, ranks, template, False, "meta")
+    steps = [phases_of(artifact) for artifact in model.artifacts]
+    forwards = [forward for forward, _ in steps]
+    kept = max(sum(v.nbytes for v in f.program.outputs if v is not None and v.name not in f.kept) for f in forwards)
+    return (
+        max(counted(f.program, f.kept) for f in forwards),
+        formula,
+        kept,
+        max(map(held, forwards)),
+        max(held(backward) for _, backward in steps),
+    )
+
+
+def written(options: argparse.Namespace) -> None:
+    """Attention written out: bytes of its scores."""
+    print("ranks template    scores  b n s^2 / p^3  b n s^2 / p  forward backward")
+    whole = 4 * options.heads * options.length**2
+    for ranks in options.ranks:
+        for template in ("megatron", "metp"):
+            model = compiled(options, ranks, template, True, "meta")
+            steps = [phases_of(artifact) for artifact in model.artifacts]
+            sizes = max(max(scores(phase.program) for phase in step) for step in steps)
+            peaks = [max(held(step[i]) for step in steps) for i in (0, 1)]
+            row = (sizes, whole / ranks**3, whole / ranks, *peaks)
+            text = " ".join(f"{x / MIB:{width}.1f}" for x, width in zip(row, (9, 14, 12, 8, 8), strict=True))
+            print(f"{ranks:>5} {template:>8} {text}", flush=True)
+
+
+def check(options: argparse.Namespace) -> None:
+    """The programs' peak, by the lives of their tensors, beside that of real tensors: the largest of all ranks."""
+    for form in (False, True):
+        model = compiled(options, options.ranks[0], "metp", form, "cpu")
+        predicted = model.simulate().peak_bytes
+        real = max(model.run_in_process(torch.zeros(1, options.length, dtype=torch.long)).peak_bytes)
+        name = "written out" if form else "fused"
+        print(f"{name}, {options.ranks[0]} ranks: programs {predicted / MIB:.2f} MiB, run {real / MIB:.2f} MiB")
 
 
 def main() -> None:
@@ -133,29 +188,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--check", action="store_true", help="run instead on all ranks; give small sizes")
     options = parser.parse_args()
-    bsh = 4 * options.length * options.hidden
-    print("ranks template   counted  formula     kept  forward backward")
-    for ranks in options.ranks:
-        found = {}
-        formulas = {"megatron": bsh * (1 + 4 / ranks), "metp": bsh * (2 / ranks + 3 / ranks**2)}
-        for template in ("megatron", "metp"):
-            model = compiled(options, ranks, template, False, "meta")
-            steps = [phases_of(artifact) for artifact in model.artifacts]
-            forwards = [forward for forward, _ in steps]
-            kept = max(
-                sum(v.nbytes for v in f.program.outputs if v is not None and v.name not in f.kept) for f in forwards
-            )
-            found[template] = (
-                max(counted(f.program, f.kept) for f in forwards),
-                formulas[template],
-                kept,
-                max(map(held, forwards)),
-                max(held(backward) for _, backward in steps),
-            )
-            print(f"{ranks:>5} {template:>8} " + " ".join(f"{x / MIB:8.1f}" for x in found[template]), flush=True)
-        less = [1 - ours / theirs for ours, theirs in zip(found["metp"], found["megatron"], strict=True)]
-        print(f"{'':>5} {'less':>8} " + " ".join(f"{x:8.1%}" for x in less))
+    if options.check:
+        check(options)
+        return
+    fused(options)
+    written(options)
 
 
 if __name__ == "__main__":
