@@ -308,6 +308,7 @@ class PhaseEmitter:
     def _ring(self, ring: InnerRing, operands: list[Value]) -> Sequence[Value | None]:
         """An op of a region whose blocks go round, within one step of the region."""
         keep = self.builder.origin
+        self.builder.origin = replace(keep, note="re-layout")
         ports = zip(operands, ring.given, ring.derived.inputs, strict=True)
         begun = [self._begun(value, layout, port.layout) for value, layout, port in ports]
         placed = [value if isinstance(value, Value) else value.finish() for value in begun]

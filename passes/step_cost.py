@@ -11,8 +11,9 @@ import torch
 
 from stpart_compiler.cost_models.compute import flops
 from stpart_compiler.ir.overlap import Expr, StepCost
-from stpart_compiler.ir.rule import block_shape
-from stpart_compiler.ir.spacetime import MOVE, Derived, Strategy, factor_atom
+from stpart_compiler.ir.rule import OpRule, TensorMap, block_shape
+from stpart_compiler.ir.spacetime import MOVE, Derived, Port, Strategy, factor_atom
+from stpart_compiler.passes.inner_rings import inner_ring
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import OpCall
@@ -22,56 +23,57 @@ _TAKEN = frozenset("bsfepFB")
 """Letters with a meaning of their own."""
 
 
-def step_cost(op: OpNode, strategy: Strategy, derived: Derived, costs: Costs) -> StepCost | None:
-    """What one step of the op's loop computes and moves; None where nothing travels or nothing is multiplied."""
-    moving = [
-        (tensor, x.dtype.itemsize, port)
-        for tensors, infos, ports in (
-            (op.rule.inputs, op.call.operands, derived.inputs),
-            (op.rule.outputs, op.call.results, derived.outputs),
-        )
-        for tensor, x, port in zip(tensors, infos, ports, strict=True)
-        if port.motion == MOVE and x is not None
-    ]
-    if strategy.steps == 1 or not moving:
-        return None
-    device = costs.cluster.device
+def step_costs(op: OpNode, strategy: Strategy, derived: Derived, costs: Costs) -> list[StepCost]:
+    """What one step of the op's loop computes and moves, and of the rings inside of it.
+
+    Left out are those in which nothing travels or nothing is multiplied.
+    """
+    body = op.call.target.body if isinstance(op.call.target, Region) else ()
+    rings = (inner_ring(op, strategy, inner, costs.mesh) for inner in body)
+    found = [_step_cost(ring.op, ring.strategy, ring.derived, costs) for ring in rings if ring is not None]
+    return [cost for cost in (_step_cost(op, strategy, derived, costs), *found) if cost is not None]
+
+
+def _step_cost(op: OpNode, strategy: Strategy, derived: Derived, costs: Costs) -> StepCost | None:
+    moving = _moving(op, derived)
     largest = block_extents(op, strategy)
-    work = [(n, device.matmul_seconds(n, dtype)) for n, dtype in _products(op, largest)]
+    work = [(n, costs.cluster.device.matmul_seconds(n, dtype)) for n, dtype in _products(op.call, op.rule, largest)]
     seconds = sum(second for _, second in work)
-    if not seconds:
+    if strategy.steps == 1 or not moving or not seconds:
         return None
     names = _Names(op, strategy)
-    total = sp.nsimplify(sum(n for n, _ in _products(op, names.extents)), rational=True)
+    total = sp.nsimplify(sum(n for n, _ in _products(op.call, op.rule, names.extents)), rational=True)
     e = moving[0][1]
     unit = sp.Symbol("e")
-    nbytes = sum(
-        math.prod(block_shape(tensor, names.extents)) * sp.Rational(size, e) * unit for tensor, size, _ in moving
-    )
+    nbytes = sum(math.prod(block_shape(x, names.extents)) * sp.Rational(size, e) * unit for x, size, _ in moving)
     link = costs.cluster.link_for({axis for *_, port in moving for axis, _ in port.shift}, costs.mesh)
     values = names.values | {
         "e": float(e),
         "F": sum(n for n, _ in work) / seconds,
         "B": link.bandwidth if link.full_duplex else link.bandwidth / 2,
     }
-    return StepCost(str(total), str(nbytes), values)
+    return StepCost(strategy.steps, str(total), str(nbytes), values)
 
 
-def _products(op: OpNode, extents: Sequence[Any]) -> Iterator[tuple[Any, torch.dtype]]:
+def _moving(op: OpNode, derived: Derived) -> list[tuple[TensorMap, int, Port]]:
+    """Operands and results that travel: their maps, bytes of an element, and ports."""
+    ports = (
+        *zip(op.rule.inputs, op.call.operands, derived.inputs, strict=True),
+        *zip(op.rule.outputs, op.call.results, derived.outputs, strict=True),
+    )
+    return [(x, info.dtype.itemsize, port) for x, info, port in ports if port.motion == MOVE and info is not None]
+
+
+def _products(call: OpCall, rule: OpRule, extents: Sequence[Any]) -> Iterator[tuple[Any, torch.dtype]]:
     """FLOPs of each product of a block, of which a causal mask hides half on average, and the type it is made in."""
-    for call, (ins, outs) in _calls(op, extents):
-        n = flops(call, ins, outs)
-        if n:
-            yield n / 2 if _is_causal(call) else n, call.operands[0].dtype
-
-
-def _calls(op: OpNode, extents: Sequence[Any]) -> Iterator[tuple[OpCall, tuple[Any, Any]]]:
-    if isinstance(op.call.target, Region):
-        for inner in op.call.target.body:
-            yield inner.call, inner.shapes(extents)
-    else:
-        ins, outs = ([block_shape(tensor, extents) for tensor in maps] for maps in (op.rule.inputs, op.rule.outputs))
-        yield op.call, (ins, outs)
+    if isinstance(call.target, Region):
+        for inner in call.target.body:
+            yield from _products(inner.call, inner.rule, [extents[f] for f in inner.factors])
+        return
+    ins, outs = ([block_shape(tensor, extents) for tensor in maps] for maps in (rule.inputs, rule.outputs))
+    n = flops(call, ins, outs)
+    if n:
+        yield n / 2 if _is_causal(call) else n, call.operands[0].dtype
 
 
 def _is_causal(call: OpCall) -> bool:

@@ -32,6 +32,7 @@ class StepCost:
     are dims of features: h, or as the op's rule names them.
     """
 
+    steps: int
     flops: str
     nbytes: str
     values: dict[str, float]
@@ -65,7 +66,6 @@ class LoopOverlap:
     op: str
     module_path: str
     is_backward: bool
-    steps: int
     cost: StepCost
 
     @property
@@ -83,7 +83,7 @@ class LoopOverlap:
         values = ", ".join(f"{name} = {value:.4g}" for name, value in self.cost.values.items() if name in used)
         sign, word = (">=", "holds") if self.holds else ("<", "does not hold")
         return (
-            f"{self.op} ({self.module_path}, {phase}, {self.steps} steps):"
+            f"{self.op} ({self.module_path}, {phase}, {self.cost.steps} steps):"
             f" {self.condition.lhs} >= {self.condition.rhs}\n"
             f"  {left:.4g} {sign} {right:.4g}, {word}; {values}"
         )

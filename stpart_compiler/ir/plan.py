@@ -27,7 +27,7 @@ def layers_folded(module_path: str) -> str:
 class PlanRow:
     """Cost of one op class, per step on the busiest rank: seconds of compute and transfer, bytes moved per rank.
 
-    `steps`, `loop`: number of temporal steps, and one step's cost where something travels between them.
+    `loops`: the cost of one temporal step, of loops in which something travels between steps.
     """
 
     name: str
@@ -43,8 +43,7 @@ class PlanRow:
     is_backward: bool
     alternatives: list[tuple[str, float]] = field(default_factory=list)
     again: bool = False  # run once more in backward
-    steps: int = 1
-    loop: StepCost | None = None
+    loops: list[StepCost] = field(default_factory=list)
 
 
 @dataclass
@@ -205,26 +204,21 @@ class Plan:
             KeyError: no temporal loop in the module moves anything under this plan.
         """
         wanted = layers_folded(module_path)
-        rows = [row for row in self.rows if row.loop is not None]
+        rows = [row for row in self.rows if row.loops]
         found = [row for row in rows if f"{layers_folded(row.module_path)}.".startswith(f"{wanted}.")]
         if not found:
             known = ", ".join(sorted({row.module_path for row in rows})[:20]) or "none"
             raise KeyError(
                 f"plan: no temporal loop moves anything in module {module_path!r}; those that have one: {known}"
             )
-        return Overlap(
-            tuple(
-                LoopOverlap(row.name, row.module_path, row.is_backward, row.steps, row.loop)
-                for row in found
-                if row.loop is not None
-            )
-        )
+        loops = ((row, cost) for row in found for cost in row.loops)
+        return Overlap(tuple(LoopOverlap(row.name, row.module_path, row.is_backward, cost) for row, cost in loops))
 
 
 def _row(data: dict[str, Any]) -> PlanRow:
     row = PlanRow(**data)
     row.alternatives = [(text, float(extra)) for text, extra in row.alternatives]
-    row.loop = StepCost(**data["loop"]) if data.get("loop") else None
+    row.loops = [StepCost(**cost) for cost in data.get("loops", ())]
     return row
 
 
