@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import sympy as sp
 
-Expr = Any  # sympy has no types of its own
+from stpart_compiler.ir.overlap import B, Expr, F, hidden
 
-b, s, h, f, p, q, n, e, X, F, B, M, N, K = sp.symbols("b s h f p q n e X F B M N K", positive=True)
+b, s, h, f, p, q, n, e, X, M, N, K = sp.symbols("b s h f p q n e X M N K", positive=True)
 SYMBOLS: dict[str, Expr] = {symbol.name: symbol for symbol in (b, s, h, f, p, q, n, e, X, F, B, M, N, K)}
 
 INPUT, WEIGHT, OUTPUT = ("M", "N"), ("N", "K"), ("M", "K")
@@ -159,11 +158,7 @@ def overlap_condition(kind: str, element_bytes: int | None = 2) -> Expr:
         ValueError: the kind is unknown.
     """
     flops, nbytes = _step(kind)
-    (slowest,) = sp.solve(sp.Eq(flops / F, nbytes / B), B)
-    intensity = sp.factor(sp.simplify(F / slowest))
-    if element_bytes is not None:
-        intensity = intensity.subs(e, element_bytes)
-    return sp.Ge(intensity, F / B)
+    return hidden(flops, nbytes if element_bytes is None else nbytes.subs(e, element_bytes))
 
 
 def least(kind: str, symbol: str, element_bytes: int | None = 2) -> Expr:

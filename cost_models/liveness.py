@@ -10,7 +10,7 @@ in another order than ascending into place.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -77,6 +77,24 @@ def alive_bytes(program: RankProgram, keep: Collection[str] = ()) -> list[int]:
     return _alive(program, _storages(program, keep))
 
 
+def alive_tensors(
+    program: RankProgram, indices: Iterable[int], keep: Collection[str] = ()
+) -> Iterator[list[AliveTensor]]:
+    """The storages alive while each of some instructions runs (-1: before the first), largest first.
+
+    Raises:
+        ValueError: `keep` names something that is no input.
+    """
+    storages = _storages(program, keep)
+    return (_alive_at(storages, index) for index in indices)
+
+
+def _alive_at(storages: list[_Storage], index: int) -> list[AliveTensor]:
+    alive = [s for s in storages if s.start <= index and (s.end is None or s.end >= index)]
+    alive.sort(key=lambda s: -s.value.nbytes)
+    return [AliveTensor(s.value.name, s.value.nbytes, s.origin) for s in alive]
+
+
 def _alive(program: RankProgram, storages: list[_Storage]) -> list[int]:
     changes = [0] * (len(program.body) + 2)
     for storage in storages:
@@ -87,9 +105,7 @@ def _alive(program: RankProgram, storages: list[_Storage]) -> list[int]:
 
 
 def _report(program: RankProgram, storages: list[_Storage], peak: int, index: int) -> MemoryReport:
-    alive = [s for s in storages if s.start <= index and (s.end is None or s.end >= index)]
-    alive.sort(key=lambda s: -s.value.nbytes)
-    largest = tuple(AliveTensor(s.value.name, s.value.nbytes, s.origin) for s in alive[:LISTED])
+    largest = tuple(_alive_at(storages, index)[:LISTED])
     origin = program.body[index].origin if index >= 0 else Origin(note="program start")
     return MemoryReport(peak, index, origin, largest)
 

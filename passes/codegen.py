@@ -21,6 +21,7 @@ from stpart_compiler.ir.program import Builder, Origin, Pending, RankProgram, Va
 from stpart_compiler.ir.redistribute import redistribute
 from stpart_compiler.ir.spacetime import Derived, Strategy, derive, factor_range
 from stpart_compiler.passes.emit_redistribute import emit_redistribution
+from stpart_compiler.passes.inner_rings import InnerRing, inner_ring, inner_strategy
 from stpart_compiler.passes.order import is_heavy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 from stpart_compiler.passes.rules import Block, OpCall, local_call
@@ -271,26 +272,55 @@ class PhaseEmitter:
 
     def _call(self, op: OpNode, strategy: Strategy, operands: list[Value]) -> Sequence[Value | None]:
         block = Block(op.rule, factor_range(strategy, op.rule, self.mesh, self.rank, 0))
-        return self.call_block(op, block, operands)
+        return self.call_block(op, strategy, block, operands)
 
-    def call_block(self, op: OpNode, block: Block, operands: list[Value]) -> Sequence[Value | None]:
-        """Call the op on one block with the given local operands."""
+    def call_block(
+        self, op: OpNode, strategy: Strategy, block: Block, operands: list[Value], t: int = 0
+    ) -> Sequence[Value | None]:
+        """Call the op on one block, that of step `t`, with the given local operands."""
         if isinstance(op.call.target, Region):
-            return self._region(op.call.target, block, operands)
+            return self._region(op, op.call.target, strategy, block, operands, t)
         alias = self.placement.graph.alias
         is_plain = op.name in alias or op.name.removesuffix(AGAIN) in alias
         return self._op(op.name, op.call, block, operands, plain=is_plain)
 
-    def _region(self, region: Region, block: Block, operands: list[Value]) -> Sequence[Value | None]:
+    def _region(
+        self, op: OpNode, region: Region, strategy: Strategy, block: Block, operands: list[Value], t: int
+    ) -> Sequence[Value | None]:
         """The ops of a region one after the other, each on its part of the block."""
         made: list[Sequence[Value | None]] = []
         for inner in region.body:
             local = [operands[r] if j < 0 else made[j][r] for j, r in inner.sources]
             known = [value for value in local if value is not None]
             assert len(known) == len(local), f"{region}: {inner.kind} reads a result that is no tensor"
+            ring = inner_ring(op, strategy, inner, self.mesh, t)
+            if ring is not None:
+                made.append(self._ring(ring, known))
+                continue
             part = inner.block(block.ranges)
+            if isinstance(inner.call.target, Region):
+                cut = inner_strategy(strategy, inner, t)
+                made.append(self._region(op, inner.call.target, cut, part, known, 0))
+                continue
             made.append(self._op(inner.kind, inner.call, part, known, plain=len(inner.call.results) == 1))
         return [made[j][r] for j, r in region.outputs]
+
+    def _ring(self, ring: InnerRing, operands: list[Value]) -> Sequence[Value | None]:
+        """An op of a region whose blocks go round, within one step of the region."""
+        keep = self.builder.origin
+        self.builder.origin = replace(keep, note="re-layout")
+        ports = zip(operands, ring.given, ring.derived.inputs, strict=True)
+        begun = [self._begun(value, layout, port.layout) for value, layout, port in ports]
+        placed = [value if isinstance(value, Value) else value.finish() for value in begun]
+        made = emit_temporal(self.builder, ring.op, ring.strategy, ring.derived, placed, self)
+        self.builder.origin = keep
+        return made
+
+    def _begun(self, value: Value, source: Layout, target: Layout) -> Value | Pending:
+        if source == target:
+            return value
+        plan = redistribute(source, target, self.mesh, self.placement.cost)
+        return emit_redistribution(self.builder, value, plan, self.mesh)
 
     def _op(
         self, name: str, call: OpCall, block: Block, operands: list[Value], *, plain: bool

@@ -12,8 +12,10 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from stpart_compiler.capture import Captured
-from stpart_compiler.passes.propagate import Annotated
+from stpart_compiler.passes.online import WriteOnline
+from stpart_compiler.passes.propagate import Annotated, Propagate
 from stpart_compiler.passes.regions import FindRegions, Found
+from stpart_compiler.passes.scores import FindScores
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,25 @@ class FuseRegions:
     kind: str = "mlp"
 
     def apply(self, graph: Annotated) -> Captured | None:
-        found = [region for pair in FindRegions(graph, self.kind).run() for region in pair]
-        gm = _Rewriter(graph, found).run() if found else None
-        return None if gm is None else dataclasses.replace(graph.captured, gm=gm)
+        return _fused(graph, FindRegions(graph, self.kind))
+
+
+@dataclass(frozen=True)
+class FuseScores:
+    """captured step -> the same with each attention written out as one op; None where there is none."""
+
+    def apply(self, captured: Captured) -> Captured | None:
+        written = WriteOnline().apply(captured)
+        if written is None:
+            return None
+        graph = Propagate().apply(written[0])
+        return _fused(graph, FindScores(graph, written[1]))
+
+
+def _fused(graph: Annotated, finder: FindRegions) -> Captured | None:
+    found = [region for pair in finder.run() for region in pair]
+    gm = _Rewriter(graph, found).run() if found else None
+    return None if gm is None else dataclasses.replace(graph.captured, gm=gm)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from stpart_compiler.cost_models.memory import parameter_bytes
 from stpart_compiler.ir.layout import max_local_numel
 from stpart_compiler.ir.rule import ONLINE, block_shape
 from stpart_compiler.ir.spacetime import MOVE, SLICE
-from stpart_compiler.passes.rules import MERGES
+from stpart_compiler.passes.rules import merge_of
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.space import Choices, Space, block_extents, layouts_of
 from stpart_compiler.passes.timeline import Claim, Counts, Held, Timeline
@@ -321,7 +321,7 @@ def _own_bytes(choices: Choices, s: int, lasting: frozenset[tuple[int, int]]) ->
             copies = min(steps - 1, 2) if (choices.op.klass, i) in lasting else 1
             total += copies * max_local_numel(port.layout) * operand.dtype.itemsize
     time = choices.strategies[s].time_factor
-    if time is not None and choices.op.rule.factors[time].kind == ONLINE and call.target in MERGES:
+    if time is not None and choices.op.rule.factors[time].kind == ONLINE:
         return total + _merging_bytes(choices, s)
     for port, nbytes, result in zip(derived.outputs, blocks, call.results, strict=True):
         if result is not None:
@@ -343,6 +343,8 @@ def _merging_bytes(choices: Choices, s: int) -> int:
     """What was merged, the results of one more block, and both merged, less the results themselves."""
     results = [r for r in choices.op.call.results if r is not None]
     blocks = [n for n in _block_bytes(choices, s) if n]
-    dtypes = MERGES[choices.op.call.target].dtypes([r.dtype for r in results])
+    merge = merge_of(choices.op.call.target)
+    assert merge is not None, f"{choices.op.name}: blocks of its keys cannot be merged"
+    dtypes = merge.dtypes([r.dtype for r in results])
     merged = sum(n * d.itemsize // r.dtype.itemsize for n, d, r in zip(blocks, dtypes, results, strict=True))
     return 2 * merged

@@ -17,6 +17,7 @@ from stpart_compiler.passes.recompute import FindRecompute
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
 from stpart_compiler.passes.space import BuildSpace, Choices, Costs, ParamChoices, Restriction, Space, strategy_of
+from stpart_compiler.passes.step_cost import step_costs
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
 from stpart_compiler.passes.uses import Assignment
 from stpart_compiler.pauses import without_gc
@@ -293,6 +294,7 @@ def plan_rows(space: Space, problem: Problem, choice: Assignment) -> list[PlanRo
                 is_backward=op.is_backward,
                 alternatives=_alternatives(problem, choice, klass, op),
                 again=klass in problem.again_classes,
+                loops=step_costs(op, strategy, derived, space.costs),
             )
         )
     return rows

@@ -85,7 +85,7 @@ class FindRegions:
         graph = self.graph
         body = _viewed(graph, body)
         inside = {op.name for op in own}
-        results = _given(graph, inside, names, kept)
+        results = self._results(inside, names, kept)
         if not results or len(own) == 1 or middle.values & set(results) or _waits_for_itself(graph, inside):
             return None
         index = {op.name: j for j, op in enumerate(body)}
@@ -102,6 +102,9 @@ class FindRegions:
         ):
             return None
         return Found(own, operands, results, region)
+
+    def _results(self, inside: set[str], names: set[str], kept: set[ValueKey]) -> list[ValueKey]:
+        return _given(self.graph, inside, names, kept)
 
     def _composed(
         self, body: list[OpNode], steps: list[BodyOp], operands: list[ValueKey], outputs: list[Source]
@@ -131,14 +134,29 @@ def _tokens(graph: Annotated) -> dict[str, frozenset[int]]:
 
 def _features(graph: Annotated, weights: dict[str, frozenset[int]]) -> set[tuple[ValueKey, int]]:
     """Dims of values that are read along a dim of a parameter, by an op or by what reads its results."""
-    found: set[tuple[ValueKey, int]] = set()
+    found: set[Atom] = set()
     for op in reversed(graph.ops):
         own = set(weights[op.name])
         for r, tensor in enumerate(op.rule.outputs):
-            own |= {f for d, factors in enumerate(tensor) if ((op.name, r), d) in found for f in factors}
+            key = (op.name, r)
+            own |= {
+                f for d, factors in enumerate(tensor) for f, atom in _atoms(graph, op, key, d, factors) if atom in found
+            }
         for key, tensor in zip(op.operands, op.rule.inputs, strict=True):
-            found |= {(key, d) for d, factors in enumerate(tensor) if own & set(factors)}
-    return found
+            atoms = (pair for d, factors in enumerate(tensor) for pair in _atoms(graph, op, key, d, factors))
+            found |= {atom for f, atom in atoms if f in own}
+    return {(key, d) for key, d, _ in found}
+
+
+def _atoms(graph: Annotated, op: OpNode, key: ValueKey, d: int, factors: tuple[int, ...]) -> list[tuple[int, Atom]]:
+    """The factors of a dim with the atoms that they are; where those differ, all with all."""
+    wide = [f for f in factors if op.rule.factors[f].size > 1]
+    if key not in graph.values:
+        return []
+    sizes = [size for size in graph.values[key].atoms[d] if size > 1]
+    if len(wide) == len(sizes):
+        return [(f, (key, d, a)) for a, f in enumerate(wide)]
+    return [(f, (key, d, a)) for f in wide for a in range(len(sizes))]
 
 
 @dataclass
@@ -190,7 +208,7 @@ class _Links:
     def _activations(self, op: OpNode, f: int) -> set[ValueKey]:
         """Values with a factor that are no weights and no gradients of them: they have dims of tokens too."""
         found: set[ValueKey] = set()
-        for key, tensor in self._tensors(op):
+        for key, tensor in self.tensors(op):
             factors = {g for dim in tensor for g in dim}
             if f in factors and factors & self.tokens[op.name] and self.graph.values[key].kind == "op":
                 found.add(key)
@@ -198,28 +216,30 @@ class _Links:
 
     def _atoms(self, op: OpNode, f: int) -> Iterator[Atom]:
         """Where a factor is in the values that an op reads and makes."""
-        for key, tensor in self._tensors(op):
+        for key, tensor in self.tensors(op):
             for d, factors in enumerate(tensor):
                 wide = [g for g in factors if op.rule.factors[g].size > 1]
                 if f in wide and len(wide) == len(self.graph.values[key].atoms[d]):
                     yield key, d, wide.index(f)
 
-    def _tensors(self, op: OpNode) -> Iterator[tuple[ValueKey, TensorMap]]:
+    def tensors(self, op: OpNode) -> Iterator[tuple[ValueKey, TensorMap]]:
         yield from zip(op.operands, op.rule.inputs, strict=True)
         for r, tensor in enumerate(op.rule.outputs):
             if op.call.results[r] is not None:
                 yield (op.name, r), tensor
+
+    def ports(self, key: ValueKey) -> list[tuple[OpNode, TensorMap]]:
+        """The ops that read and make a value, with its map there."""
+        maker = self.graph.by_name.get(key[0])
+        found = [(op, op.rule.inputs[port]) for op, port in self.readers.get(key, ())]
+        return [*found, (maker, maker.rule.outputs[key[1]])] if maker is not None else found
 
     def _places(self, atom: Atom) -> Iterator[tuple[OpNode, int]]:
         """The factors that an atom of a value is, in the ops that make and read it."""
         key, d, a = atom
         if self.graph.values[key].kind != "op":
             return
-        maker = self.graph.by_name.get(key[0])
-        ports = [(op, op.rule.inputs[port]) for op, port in self.readers.get(key, ())]
-        if maker is not None:
-            ports.append((maker, maker.rule.outputs[key[1]]))
-        for op, tensor in ports:
+        for op, tensor in self.ports(key):
             if not self.tokens[op.name] and len(op.operands) > 1:
                 continue  # of weights alone: their gradients meet here
             wide = [f for f in tensor[d] if op.rule.factors[f].size > 1]

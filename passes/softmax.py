@@ -36,7 +36,7 @@ def log_softmax(at: Inserter) -> None:
     x, dim, to_float = at.args
     if to_float:
         x = at.add(aten._to_copy.default, x, dtype=torch.float32)
-    _turn_rounded(at, _dtype(x), aten.sub.Tensor, x, _logsumexp(at, x, dim))
+    turn_rounded(at, _dtype(x), aten.sub.Tensor, x, _logsumexp(at, x, dim))
 
 
 def _logsumexp(at: Inserter, x: fx.Node, dim: int) -> fx.Node:
@@ -48,7 +48,7 @@ def widened(at: Inserter, x: fx.Node) -> fx.Node:
     return x if _is_wide(x) else at.add(aten._to_copy.default, x, dtype=torch.float32)
 
 
-def _turn_rounded(at: Inserter, dtype: torch.dtype, target: Any, *args: Any, **kwargs: Any) -> None:
+def turn_rounded(at: Inserter, dtype: torch.dtype, target: Any, *args: Any, **kwargs: Any) -> None:
     """The node becomes this call, whose operands are wide, rounded to a dtype."""
     if dtype in _WIDE:
         at.turn(at.node, target, *args, **kwargs)
@@ -65,11 +65,11 @@ def log_softmax_backward(at: Inserter) -> None:
     if _behind(grad).target in _NLL_GRADS:
         rows, index = _picks(at, _behind(grad))
         if _shape(index) == _shape(found[1]):
-            _turn_rounded(at, dtype, fused.cross_entropy_grad.default, rows, *found, index, dim)
+            turn_rounded(at, dtype, fused.cross_entropy_grad.default, rows, *found, index, dim)
             return
     grad = widened(at, grad)
     total = at.add(aten.sum.dim_IntList, grad, [dim], True)
-    _turn_rounded(at, dtype, fused.minus_softmax.default, grad, *found, total)
+    turn_rounded(at, dtype, fused.minus_softmax.default, grad, *found, total)
 
 
 def _picks(at: Inserter, loss: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -94,7 +94,7 @@ def softmax(at: Inserter) -> None:
     """exp(x - logsumexp(x)), of features that a linear layer makes."""
     x, dim, to_float = at.args
     if not to_float and _of_weights(x):
-        _turn_rounded(at, _dtype(x), fused.exp_minus.default, x, _logsumexp(at, x, dim))
+        turn_rounded(at, _dtype(x), fused.exp_minus.default, x, _logsumexp(at, x, dim))
 
 
 def softmax_backward(at: Inserter) -> None:
@@ -105,7 +105,7 @@ def softmax_backward(at: Inserter) -> None:
     wide = widened(at, out)
     product = at.add(aten.mul.Tensor, grad, wide)
     total = at.add(aten.sum.dim_IntList, product, [dim], True)
-    _turn_rounded(at, dtype, aten.addcmul.default, product, wide, total, value=-1)
+    turn_rounded(at, dtype, aten.addcmul.default, product, wide, total, value=-1)
 
 
 def nll_loss_backward(at: Inserter) -> None:

@@ -19,6 +19,7 @@ from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.ir.rule import SUM, block_shape
 from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Strategy, derive, factor_atom
+from stpart_compiler.passes.inner_rings import inner_op, inner_ring, inner_strategy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
 from stpart_compiler.passes.rules.region import Region
@@ -75,18 +76,18 @@ class Costs:
     def op(self, op: OpNode, strategy: Strategy, derived: Derived) -> tuple[float, int]:
         """Seconds of one op on the busiest rank, and the bytes it sends while it runs."""
         extents = block_extents(op, strategy)
-        compute = self._block_seconds(op, extents)
+        compute, within = self._block_seconds(op, strategy, extents)
         if strategy.steps == 1:
-            return compute, 0
+            return compute, within
         added, joined = self._combine_seconds(op, derived)
         compute += added * (strategy.steps - 1) / strategy.steps
         moved, axes = _moving_bytes(op, derived)
         if not axes:
-            return compute * strategy.steps + joined, 0
+            return compute * strategy.steps + joined, within * strategy.steps
         link = self.cluster.link_for(axes, self.mesh)
         messages = sum(port.motion == MOVE for port in (*derived.inputs, *derived.outputs))
         seconds = temporal_seconds(compute, moved, strategy.steps, link, messages)
-        return seconds + joined, moved * (strategy.steps - 1)
+        return seconds + joined, moved * (strategy.steps - 1) + within * strategy.steps
 
     def _combine_seconds(self, op: OpNode, derived: Derived) -> tuple[float, float]:
         """Seconds of adding a step's results to those before, or to those that arrive; and of joining all steps'."""
@@ -101,11 +102,28 @@ class Costs:
                 added += copy_seconds(1.5 * nbytes, self.cluster)  # two are read, one is written
         return added, joined
 
-    def _block_seconds(self, op: OpNode, extents: Sequence[int]) -> float:
-        if isinstance(op.call.target, Region):
-            return sum(op_seconds(x.call, *x.shapes(extents), self.cluster) for x in op.call.target.body)
-        ins, outs = ([block_shape(tensor, extents) for tensor in maps] for maps in (op.rule.inputs, op.rule.outputs))
-        return op_seconds(op.call, ins, outs, self.cluster)
+    def _block_seconds(self, op: OpNode, strategy: Strategy, extents: Sequence[int]) -> tuple[float, int]:
+        """Seconds of one step, and the bytes that go round inside of it."""
+        if not isinstance(op.call.target, Region):
+            maps = (op.rule.inputs, op.rule.outputs)
+            ins, outs = ([block_shape(tensor, extents) for tensor in tensors] for tensors in maps)
+            return op_seconds(op.call, ins, outs, self.cluster), 0
+        seconds, moved = 0.0, 0
+        for inner in op.call.target.body:
+            ring = inner_ring(op, strategy, inner, self.mesh)
+            if ring is None and not isinstance(inner.call.target, Region):
+                seconds += op_seconds(inner.call, *inner.shapes(extents), self.cluster)
+                continue
+            if ring is None:
+                made, cut = inner_op(op, inner), inner_strategy(strategy, inner, 0)
+                own, within = self.op(made, cut, derive(made.rule, cut, self.mesh))
+                seconds, moved = seconds + own, moved + within
+                continue
+            own, within = self.op(ring.op, ring.strategy, ring.derived)
+            ports = zip(ring.given, ring.derived.inputs, inner.call.operands, strict=True)
+            seconds += own + sum(self.relayout(layout, port.layout, x.dtype.itemsize) for layout, port, x in ports)
+            moved += within
+        return seconds, moved
 
 
 def block_extents(op: OpNode, strategy: Strategy) -> list[int]:

@@ -67,6 +67,8 @@ def enumerate_strategies(
 
 
 def _valid(rule: OpRule, strategy: Strategy, mesh: Mesh) -> bool:
+    if not all(_may_go_round(strategy, f) for f in rule.rings):
+        return False
     try:
         derive(rule, strategy, mesh)
         if strategy.steps > 1:
@@ -74,6 +76,13 @@ def _valid(rule: OpRule, strategy: Strategy, mesh: Mesh) -> bool:
     except InvalidStrategyError:
         return False
     return True
+
+
+def _may_go_round(strategy: Strategy, f: int) -> bool:
+    """Whether factor f is cut over one axis at most, which cuts nothing else: all its ranks then hold the same rest."""
+    axes = {axis for digit in strategy.digits[f] for axis, _ in digit.coeffs}
+    others = {a for g, digits in enumerate(strategy.digits) if g != f for digit in digits for a, _ in digit.coeffs}
+    return len(strategy.digits[f]) <= 1 and len(axes) <= 1 and not axes & others
 
 
 def is_contraction(rule: OpRule) -> bool:

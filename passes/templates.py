@@ -14,7 +14,7 @@ from stpart_compiler.ir.spacetime import MOVE, STAY, Strategy, derive
 from stpart_compiler.passes.propagate import OpNode, ValueInfo
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.space import Restriction
-from stpart_compiler.passes.strategies import is_contraction
+from stpart_compiler.passes.strategies import TILE_STEPS, is_contraction
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,18 @@ def _metp(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     """Tokens are cut; keys and values go round in attention, weights in regions and linear layers (METP)."""
     if not op.rule.loops:
         return _ring(op, strategy, mesh)
+    if op.rule.rings:
+        return _ring_role(op, strategy) and _goes_round_inside(op, strategy, mesh)
     is_region = isinstance(op.call.target, Region)
     in_role = _ring_role(op, strategy) if is_region else set(_cut_axes(strategy)) <= op.data
     return in_role and _operands_travel(op, strategy, mesh)
+
+
+def _goes_round_inside(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    """Attention with its projections: as many groups of heads, one after another, as there are ranks in the ring."""
+    cut = [digit.q for f in op.rule.rings for digit in strategy.digits[f]]
+    groups = [steps for steps in TILE_STEPS if steps <= max(cut, default=1)]
+    return bool(cut) and strategy.steps == max(groups, default=1)
 
 
 def _operands_travel(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
@@ -227,10 +236,10 @@ _ALL = (
     Template("ring", "weights rotate over token shards", Restriction(_ring, _fully_sharded, _cuts), _always),
     Template(
         "metp",
-        "tokens cut; keys and values rotate in attention, weights in MLPs, whose middle is never whole",
+        "tokens cut; keys and values rotate in attention, a group of heads at a time, weights in MLPs",
         Restriction(_metp, _fully_sharded, _cuts),
         _always,
-        regions="mlp",
+        regions="all",
     ),
     Template(
         "ulysses_zero3",

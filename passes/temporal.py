@@ -18,7 +18,7 @@ from stpart_compiler.ir.program import P2P_CHANNEL, Builder, Origin, Value
 from stpart_compiler.ir.rule import ONLINE, SUM, OpRule, TensorMap
 from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Strategy, factor_range, result_combine
 from stpart_compiler.passes.propagate import OpNode
-from stpart_compiler.passes.rules import MERGES, Block, is_void
+from stpart_compiler.passes.rules import Block, is_void, merge_of
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import Merge
 
@@ -77,7 +77,7 @@ class _Loop:
         assert time is not None
         self.time = time
         self.shared = isinstance(op.call.target, Region) and op.call.target.shares_storage
-        self.merge = MERGES[op.call.target] if op.rule.factors[time].kind == ONLINE else None
+        self.merge = merge_of(op.call.target) if op.rule.factors[time].kind == ONLINE else None
 
     def _outgoing(self, i: int) -> Value:
         """A contiguous form of operand i: the tensor behind a transposed view, or the operand itself."""
@@ -86,11 +86,11 @@ class _Loop:
 
     def step(self, t: int) -> None:
         incoming, tags = self._exchange(t)
-        if is_void(self.op.call, self.blocks[t]):
+        if not self.op.rule.rings and is_void(self.op.call, self.blocks[t]):  # in rings inside all ranks take part
             made: Sequence[Value | None] = [None] * len(self.outs)
         else:
             operands = [self._operand(i, t) for i in range(len(self.ins))]
-            made = self.emitter.call_block(self.op, self.blocks[t], operands)
+            made = self.emitter.call_block(self.op, self.strategy, self.blocks[t], operands, t)
         self._combine(made, t)
         self.builder.wait(tags, P2P_CHANNEL)
         for i, value in incoming.items():

@@ -23,11 +23,12 @@ from stpart_compiler.passes.build_programs import BuildPrograms, Programs, input
 from stpart_compiler.passes.decompose import Decompose
 from stpart_compiler.passes.defer import DeferReductions
 from stpart_compiler.passes.fit_plan import FitPlan
-from stpart_compiler.passes.fuse import FuseRegions
+from stpart_compiler.passes.fuse import FuseRegions, FuseScores
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated, Propagate
 from stpart_compiler.passes.regions import REGIONS
+from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.templates import template as named_template
@@ -194,8 +195,11 @@ def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:
 def fuse(graph: Annotated, regions: str = "mlp", dumper: Dumper | None = None) -> Annotated | None:
     """The annotated graph with each region as one op; None where there are none. `regions`: one of REGIONS."""
     with without_gc():
+        scores = FuseScores().apply(graph.captured) if regions == "all" else None
+        if scores is not None:
+            graph = Propagate().apply(scores)
         captured = FuseRegions(regions).apply(graph)
-        found = None if captured is None else Propagate().apply(captured)
+        found = Propagate().apply(captured) if captured is not None else graph if scores is not None else None
     if found is not None:
         (dumper or Dumper(None)).annotated(found)
     return found
@@ -254,6 +258,15 @@ class Graphs:
         return (self.fused(regions) if regions else None) or self.plain
 
 
+def regions_of(graphs: Graphs, template: str) -> str | None:
+    """Those that a template asks for; without attention where its sequence could not be cut in one."""
+    asked = named_template(template).regions
+    graph = graphs.fused(asked) if asked == "all" else None
+    regions = [op for op in graph.ops if isinstance(op.call.target, Region)] if graph is not None else []
+    attends = [op for op in regions if any(inner.rule.loops for inner in op.call.target.body)]
+    return asked if all(op.rule.rings for op in attends) else "mlp"
+
+
 @dataclasses.dataclass(frozen=True)
 class Search:
     """Solve, generate, and compare the exact peak with the limit."""
@@ -271,7 +284,7 @@ class Search:
     def run(self) -> tuple[Plan, Programs]:
         """The cheapest plan that fits. Where memory is short, regions may keep less, and run again what they do not."""
         if self.template is not None:
-            return self._run(named_template(self.template).regions)
+            return self._run(regions_of(self.graphs, self.template))
         found: list[tuple[Plan, Programs]] = []
         short: list[InfeasibleError] = []
         for regions in (None, *REGIONS):

@@ -22,12 +22,12 @@ from stpart_compiler.passes.rules import (
 from stpart_compiler.passes.rules.calls import op_call
 from stpart_compiler.passes.rules.discovery import discovered_rule
 from stpart_compiler.passes.rules.registry import (
-    MERGES,
     Block,
     OpCall,
     Operand,
     is_void,
     local_call,
+    merge_of,
     rule_of,
 )
 
@@ -50,13 +50,13 @@ FAMILIES = (
 
 __all__ = [
     "FAMILIES",
-    "MERGES",
     "Block",
     "OpCall",
     "Operand",
     "discovered_rule",
     "is_void",
     "local_call",
+    "merge_of",
     "op_call",
     "rule_of",
 ]

@@ -8,15 +8,30 @@ any op. A factor that all products of the region have may be its loop: the middl
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from stpart_compiler.cost_models.compute import is_view
-from stpart_compiler.ir.rule import COMBINED, PARALLEL, SUM, WHOLE, Factor, OpRule, TensorMap, block_shape
-from stpart_compiler.passes.rules.registry import Block, OpCall, bind
+from stpart_compiler.ir.rule import (
+    COMBINED,
+    LOGSUMEXP,
+    ONLINE,
+    PARALLEL,
+    SUM,
+    WHOLE,
+    Factor,
+    OpRule,
+    TensorMap,
+    block_shape,
+)
+from stpart_compiler.passes.rules.registry import Block, Merge, OpCall, bind
+from stpart_compiler.runtime import fused_ops, local_ops
 
 Shape = tuple[int, ...]
 Source = tuple[int, int]
@@ -27,12 +42,17 @@ Atoms = list[list[int]]  # per dim of a tensor, sizes of its atoms
 
 @dataclass(frozen=True)
 class BodyOp:
-    """One op of a region. `factors[f]`: the factor of the region that its own factor f is."""
+    """One op of a region. `factors[f]`: the factor of the region that its own factor f is.
+
+    `ring`: two of its own factors that are one of the region (queries and keys of one sequence). Where that is cut over
+    an axis, blocks of the first stay and those of the second go round (`passes/inner_rings.py`).
+    """
 
     call: OpCall
     rule: OpRule
     sources: tuple[Source, ...]
     factors: tuple[int, ...] = ()
+    ring: tuple[int, int] | None = None
 
     @property
     def kind(self) -> str:
@@ -48,6 +68,9 @@ class BodyOp:
         own = [extents[f] for f in self.factors]
         ins, outs = ([block_shape(tensor, own) for tensor in maps] for maps in (self.rule.inputs, self.rule.outputs))
         return ins, outs
+
+
+_MERGE = Merge(local_ops.merge_written, local_ops.merged_written, lambda dtypes: (dtypes[1], dtypes[1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +90,11 @@ class Region:
 
     def __str__(self) -> str:
         return self.__name__
+
+    @cached_property
+    def merge(self) -> Merge | None:
+        """How blocks of the keys of attention written out are merged: its results are the output and the logsumexp."""
+        return _MERGE if any(factor.kind == ONLINE for factor in self.rule.factors) else None
 
     def __call__(self, *tensors: Any) -> Any:
         made: list[tuple[Any, ...]] = []
@@ -109,9 +137,34 @@ class Region:
                 source = behind[source]
             last[source] = j
         spans = [(at[0], last.get(at, at[0]), size) for at, size in sizes.items()]
-        return max(sum(size for start, end, size in spans if start <= j <= end) for j in range(len(self.body)))
+        own = [self._inner_bytes(op, extents) for op in self.body]
+        return max(sum(size for start, end, size in spans if start <= j <= end) + own[j] for j in range(len(self.body)))
+
+    def _inner_bytes(self, op: BodyOp, extents: Sequence[int]) -> int:
+        """What a region or ring inside needs beside the op's operands and results."""
+        middle = (
+            op.call.target.peak_bytes([extents[f] for f in op.factors]) if isinstance(op.call.target, Region) else 0
+        )
+        return middle + self._ring_bytes(op, extents)
+
+    def _ring_bytes(self, op: BodyOp, extents: Sequence[int]) -> int:
+        """Buffers in use, arriving, and of merging."""
+        if op.ring is None or extents[op.factors[op.ring[0]]] == self.rule.factors[op.factors[op.ring[0]]].size:
+            return 0
+        ins, outs = op.shapes(extents)
+        moving = sum(
+            math.prod(shape) * x.dtype.itemsize
+            for tensor, shape, x in zip(op.rule.inputs, ins, op.call.operands, strict=True)
+            if any(op.ring[1] in dim for dim in tensor)
+        )
+        made = sum(
+            math.prod(shape) * x.dtype.itemsize for shape, x in zip(outs, op.call.results, strict=True) if x is not None
+        )
+        return 2 * moving + 2 * made
 
 
+fused = getattr(torch.ops, fused_ops.NAMESPACE)
+_KEPT = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 _QUIET = frozenset({"t", "view", "_unsafe_view", "transpose", "permute", "expand", "unsqueeze", "clone"})
 
 
@@ -123,12 +176,15 @@ def compose(
     `operands`, `results`: the atoms of the values it reads and makes.
     """
     dims = _Dims(body, operands, results)
+    body = [replace(op, ring=_ring(j, op, dims)) for j, op in enumerate(body)]
     kinds, combines = _kinds(body, dims, outputs)
-    loops = _common(body, dims) & {c for c, kind in kinds.items() if kind != WHOLE}
+    shared = _common(body, dims) & {c for c, kind in kinds.items() if kind != WHOLE}
+    rings = {dims.of(j, op.ring[0]) for j, op in enumerate(body) if op.ring is not None} & shared
+    loops = shared - rings
     if not loops:
         return None
     number = {c: i for i, c in enumerate(kinds)}
-    factors = tuple(Factor(f"f{i}", dims.size[c], kinds[c] if c in loops else WHOLE) for i, c in enumerate(kinds))
+    factors = tuple(Factor(f"f{i}", dims.size[c], kinds[c] if c in shared else WHOLE) for i, c in enumerate(kinds))
     rule = OpRule(
         factors,
         tuple(dims.tensor((-1, i), number) for i in range(len(operands))),
@@ -136,6 +192,7 @@ def compose(
         loops=frozenset(number[c] for c in loops),
         tiles=frozenset(number[c] for c in loops),
         combines=combines,
+        rings=frozenset(number[c] for c in rings),
     )
     named = tuple(
         replace(op, factors=tuple(number[dims.of(j, f)] for f in range(len(op.rule.factors))))
@@ -207,6 +264,30 @@ class _Dims:
         return any(c in self.of_dim(source, d) for d in range(len(self.atoms[source])))
 
 
+def _weighted(op: BodyOp, f: int | None, operands: list[str]) -> str | None:
+    """What is made of shares of a block of keys: linear in them it is one too, and summed over keys it is merged."""
+    ports = frozenset(i for i, state in enumerate(operands) if state in (SHARE, MERGED))
+    passes = len(operands) == 1 and (is_view(op.call.target) or op.call.target in _KEPT)
+    if not passes and ports not in op.rule.linear:
+        return None
+    if f is None:
+        return MERGED
+    return {PARALLEL: SHARE, SUM: MERGED}.get(op.rule.factors[f].kind)
+
+
+def _ring(j: int, op: BodyOp, dims: _Dims) -> tuple[int, int] | None:
+    """Two factors of an op that are one dim of the region, if its blocks may go round: what stays, what travels."""
+    found: list[tuple[int, int, int]] = []
+    for f, g in itertools.permutations(range(len(op.rule.factors)), 2):
+        tensors = [{x for dim in tensor for x in dim} for tensor in (*op.rule.inputs, *op.rule.outputs)]
+        apart = all(len({f, g} & tensor) < 2 for tensor in tensors)
+        cut = op.rule.factors[f].kind in (PARALLEL, *COMBINED) and op.rule.factors[f].size > 1
+        if g in op.rule.loops and apart and cut and dims.of(j, f) == dims.of(j, g):
+            travels = sum(math.prod(op.rule.factors[x].size for x in tensor) for tensor in tensors if g in tensor)
+            found.append((travels, f, g))
+    return min(found)[1:] if found else None
+
+
 def _common(body: Sequence[BodyOp], dims: _Dims) -> set[Node]:
     """Dims that all products have."""
     products = [j for j, op in enumerate(body) if any(factor.kind == SUM for factor in op.rule.factors)]
@@ -216,6 +297,8 @@ def _common(body: Sequence[BodyOp], dims: _Dims) -> set[Node]:
 
 
 FREE, HAS = "free", "has"  # of a dim; else pending over it: one of COMBINED
+SHARE, MERGED = "share", "merged"
+"""Of keys: probabilities of a block by the block's own logsumexp, and sums weighted by such, which are merged by it."""
 
 
 Kinds = dict[Node, str]
@@ -236,7 +319,7 @@ def _kinds(body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source]) -> tu
     for c, at in members.items():
         found = _states(body, dims, outputs, c, at)
         kinds[c] = _kind(found, combines)
-        if kinds[c] != WHOLE:
+        if kinds[c] not in (WHOLE, ONLINE):
             combines = [state if state in COMBINED else known for state, known in zip(found, combines, strict=True)]
     return kinds, tuple(known or SUM for known in combines)
 
@@ -244,7 +327,9 @@ def _kinds(body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source]) -> tu
 def _kind(states: list[str], combines: list[str | None]) -> str:
     """Whether blocks of a dim concatenate, combine, or must not be cut, given what the results are of it."""
     pending = [state for state in states if state in COMBINED]
-    if not states or FREE in states:
+    if MERGED in states:
+        return ONLINE if states == [MERGED, LOGSUMEXP] else WHOLE
+    if not states or FREE in states or SHARE in states:
         return WHOLE
     if any(state in COMBINED and known not in (None, state) for state, known in zip(states, combines, strict=True)):
         return WHOLE
@@ -255,18 +340,26 @@ def _states(
     body: Sequence[BodyOp], dims: _Dims, outputs: Sequence[Source], c: Node, at: list[tuple[int, int]]
 ) -> list[str]:
     """What each result is of a dim; empty where the dim must not be cut."""
-    once = len({j for j, _ in at}) == len(at)  # an op in which it is two dims needs it whole
+    rings = {j for j, f in at if f in (body[j].ring or ())}
+    at = [(j, f) for j, f in at if j not in rings]
+    once = len({j for j, _ in at}) == len(at)  # an op in which it is two dims needs it whole, or goes round
     cut = all(body[j].rule.factors[f].kind in (PARALLEL, *COMBINED) for j, f in at)
     if c in dims.whole or not at or not once or not cut:
         return []
     states: dict[Source, str] = {source: HAS if dims.has(source, c) else FREE for source in dims.atoms if source[0] < 0}
     own = dict(at)
     for j, op in enumerate(body):
+        if j in rings:
+            if any(states[source] in COMBINED for source in op.sources):
+                return []
+            states |= {(j, r): HAS for r in range(len(op.rule.outputs))}
+            continue
         made = _state(op, own.get(j), [states[source] for source in op.sources])
         if made is None:
             return []
         for r in range(len(op.rule.outputs)):
-            states[j, r] = HAS if (j, r) in dims.atoms and dims.has((j, r), c) else made
+            has = (j, r) in dims.atoms and dims.has((j, r), c) and made != SHARE
+            states[j, r] = HAS if has else made
             if j in own and states[j, r] == FREE:
                 return []
     return [states[source] for source in outputs]
@@ -279,6 +372,10 @@ def _state(op: BodyOp, f: int | None, operands: list[str]) -> str | None:
     them, all else through views alone.
     """
     pending = {i: state for i, state in enumerate(operands) if state in COMBINED}
+    if op.call.target is fused.exp_minus.default and operands == [HAS, LOGSUMEXP]:
+        return SHARE
+    if {SHARE, MERGED} & set(operands):
+        return None if pending else _weighted(op, f, operands)
     if f is not None:
         kind = op.rule.factors[f].kind
         return None if pending else kind if kind in COMBINED else FREE

@@ -181,6 +181,12 @@ def void(*ops: Any) -> Callable[[Callable[[OpCall, Block], bool]], Callable[[OpC
     return register
 
 
+def merge_of(target: Any) -> Merge | None:
+    """How results of one block after another of an op are merged; None where it has no ONLINE factor."""
+    own = getattr(target, "merge", None)
+    return own if isinstance(own, Merge) else MERGES.get(target)
+
+
 def is_void(call: OpCall, block: Block) -> bool:
     """Whether a block contributes nothing: it is empty, or masked as a whole."""
     found = VOIDS.get(call.target)

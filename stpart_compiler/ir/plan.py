@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stpart_compiler.ir.layout import Atom, Layout, digit_from_json, digit_to_json
 from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.overlap import LoopOverlap, Overlap, StepCost
 from stpart_compiler.ir.spacetime import Strategy
 
 FORMAT = 1
@@ -24,7 +25,10 @@ def layers_folded(module_path: str) -> str:
 
 @dataclass
 class PlanRow:
-    """Cost of one op class, per step on the busiest rank: seconds of compute and transfer, bytes moved per rank."""
+    """Cost of one op class, per step on the busiest rank: seconds of compute and transfer, bytes moved per rank.
+
+    `loops`: the cost of one temporal step, of loops in which something travels between steps.
+    """
 
     name: str
     module_path: str
@@ -39,6 +43,7 @@ class PlanRow:
     is_backward: bool
     alternatives: list[tuple[str, float]] = field(default_factory=list)
     again: bool = False  # run once more in backward
+    loops: list[StepCost] = field(default_factory=list)
 
 
 @dataclass
@@ -96,7 +101,7 @@ class Plan:
             "format": FORMAT,
             "torch": self.torch_version,
             "template": self.template,
-            "rows": [row.__dict__ for row in self.rows],
+            "rows": [asdict(row) for row in self.rows],
             "seconds": self.seconds,
             "bound_seconds": self.bound_seconds,
             "memory": self.memory,
@@ -188,10 +193,32 @@ class Plan:
                 lines.append(f"  instead {strategy}: {extra * 1e6:+.1f} us with all else as it is")
         return "\n".join(lines)
 
+    def overlap_condition(self, module_path: str) -> Overlap:
+        """When the transfers of a module's temporal loops hide behind their compute (METP's full-overlap condition).
+
+        Derived from the cost formulas: `str()` of it shows each loop's condition with the values that its variables
+        have on the plan's cluster. Latency, and ops that are no products, are left out. Of a causal ring half of the
+        scores count, as of a rank on average. Layers that repeat have the same condition.
+
+        Raises:
+            KeyError: no temporal loop in the module moves anything under this plan.
+        """
+        wanted = layers_folded(module_path)
+        rows = [row for row in self.rows if row.loops]
+        found = [row for row in rows if f"{layers_folded(row.module_path)}.".startswith(f"{wanted}.")]
+        if not found:
+            known = ", ".join(sorted({row.module_path for row in rows})[:20]) or "none"
+            raise KeyError(
+                f"plan: no temporal loop moves anything in module {module_path!r}; those that have one: {known}"
+            )
+        loops = ((row, cost) for row in found for cost in row.loops)
+        return Overlap(tuple(LoopOverlap(row.name, row.module_path, row.is_backward, cost) for row, cost in loops))
+
 
 def _row(data: dict[str, Any]) -> PlanRow:
     row = PlanRow(**data)
     row.alternatives = [(text, float(extra)) for text, extra in row.alternatives]
+    row.loops = [StepCost(**cost) for cost in data.get("loops", ())]
     return row
 
 

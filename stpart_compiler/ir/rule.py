@@ -56,7 +56,8 @@ class OpRule:
     linear: a pending sum may pass through the operands of one such set, if all of them carry it. `loops`: factors that
     may be cut in time, besides those of a contraction, so that operands and results travel while blocks are computed.
     `tiles`: factors that may be cut in time alone: nothing travels, but less is alive at once. `combines`: per result,
-    how its blocks combine over a factor of a combined kind that it lacks; empty: as the factor says.
+    how its blocks combine over a factor of a combined kind that it lacks; empty: as the factor says. `rings`: factors
+    that may be cut over one axis only, which no other factor uses: inside, blocks go round that axis.
     """
 
     factors: tuple[Factor, ...]
@@ -66,6 +67,7 @@ class OpRule:
     loops: frozenset[int] = frozenset()
     tiles: frozenset[int] = frozenset()
     combines: tuple[str, ...] = ()
+    rings: frozenset[int] = frozenset()
 
     def combine(self, result: int, factor: int) -> str:
         """How blocks of a factor combine in a result that lacks it."""
@@ -129,8 +131,10 @@ def refined(rule: OpRule, parts: Mapping[int, tuple[int, ...]]) -> OpRule:
 
     inputs, outputs = tuple(map(renamed, rule.inputs)), tuple(map(renamed, rule.outputs))
     factors = [replace(f, driver=ids[f.driver][0]) if f.kind == HALO else f for f in factors]
-    loops, tiles = (frozenset(_major(ids[f], factors) for f in found) for found in (rule.loops, rule.tiles))
-    return OpRule(tuple(factors), inputs, outputs, rule.linear, loops, tiles, rule.combines)
+    timed = (frozenset(_major(ids[f], factors) for f in found) for found in (rule.loops, rule.tiles, rule.rings))
+    loops, tiles, rings = timed
+    assert all(len(ids[f]) == 1 for f in rule.rings), "a region's ring is of one atom"
+    return OpRule(tuple(factors), inputs, outputs, rule.linear, loops, tiles, rule.combines, rings)
 
 
 def _major(parts: DimMap, factors: list[Factor]) -> int:

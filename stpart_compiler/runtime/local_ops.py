@@ -239,6 +239,21 @@ def merged_attention(
     return out.to(dtype), torch.where(torch.isneginf(logsumexp), 0, logsumexp)
 
 
+def merge_written(
+    out: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, part_logsumexp: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_attention` of attention written out: out (rows..., d), lse of the same rows, with whatever dims."""
+    rows = out.shape[:-1]
+    merged = merge_attention(out, logsumexp.reshape(rows), part, part_logsumexp.reshape(rows))
+    return merged[0], merged[1].reshape(logsumexp.shape)
+
+
+def merged_written(out: torch.Tensor, logsumexp: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merged attention as its ops give it: nan in rows that saw no key at all."""
+    unseen = torch.isneginf(logsumexp).reshape(*out.shape[:-1], 1)
+    return torch.where(unseen, torch.nan, out).to(dtype), logsumexp
+
+
 def _weighted(out: torch.Tensor, logsumexp: torch.Tensor, merged: torch.Tensor) -> torch.Tensor:
     weight = torch.exp(logsumexp - merged)[..., None]
     return torch.where(torch.isneginf(logsumexp)[..., None], 0, out * weight)

@@ -16,7 +16,8 @@ import stpart_compiler as st
 from stpart_compiler.capture import Captured
 from stpart_compiler.compile import annotate, fuse
 from stpart_compiler.ir.mesh import parse_mesh
-from stpart_compiler.passes.propagate import Annotated, OpNode
+from stpart_compiler.passes.fuse import FuseScores
+from stpart_compiler.passes.propagate import Annotated, OpNode, Propagate
 from stpart_compiler.passes.regions import REGIONS
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.strategies import enumerate_strategies
@@ -65,6 +66,32 @@ class Attention(nn.Module):
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
+class Written(nn.Module):
+    """Attention as products, scores scaled, masked where given, and a softmax between two projections or more."""
+
+    def __init__(self, width: int, dim: int, masked: bool = False) -> None:
+        super().__init__()
+        self.dim, self.masked = dim, masked
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, 4 * dim, bias=False) for _ in range(3))
+        self.out = nn.Linear(4 * dim, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        q, k, v = (layer(h).unflatten(-1, (-1, self.dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-2, -1) / self.dim**0.5
+        if self.masked:
+            hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        y = torch.softmax(scores, dim=-1) @ v
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Masked(Written):
+    def __init__(self, width: int, dim: int) -> None:
+        super().__init__(width, dim, masked=True)
+
+
 class Twice(nn.Module):
     """The result of the region is read as it is and through a view, so the region gives both."""
 
@@ -98,13 +125,24 @@ def _fused(captured: Captured) -> Annotated:
     return found
 
 
-def _step(make: Callable[[int, int], nn.Module], sizes: tuple[int, int, int, int]) -> Step:
+def _scores(captured: Captured) -> Annotated:
+    """With attention written out as one op, its projections beside it."""
+    found = FuseScores().apply(annotate(captured).captured)
+    assert found is not None, "no scores found"
+    return Propagate().apply(found)
+
+
+def _step(
+    make: Callable[[int, int], nn.Module],
+    sizes: tuple[int, int, int, int],
+    graph: Callable[[Captured], Annotated] = _fused,
+) -> Step:
     batch, length, width, middle = sizes
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), make(width, middle)).double()
     weight = torch.randn(length, width, dtype=torch.float64)
     loss_fn = None if make is Head else lambda y: (y * weight).sum()
-    return Step(model, (torch.randn(batch, length, width, dtype=torch.float64),), loss_fn, _fused)
+    return Step(model, (torch.randn(batch, length, width, dtype=torch.float64),), loss_fn, graph)
 
 
 CASES = {
@@ -116,12 +154,16 @@ CASES = {
     "head": lambda: _step(Head, (2, 6, 5, 16)),
     "head-uneven": lambda: _step(Head, (3, 3, 4, 13)),
     "attention": lambda: _step(Attention, (2, 6, 24, 3)),
+    "written": lambda: _step(Written, (1, 6, 8, 3)),
+    "scores": lambda: _step(Written, (2, 6, 8, 3), _scores),
+    "masked-uneven": lambda: _step(Masked, (1, 7, 8, 3), _scores),
 }
 
 
 # sizes that do not divide where they matter, the others on meshes of powers of two
 MESHES: dict[bool, list[Any]] = {False: [1, 2, 4, (2, 2)], True: [3, 8, (2, 3)]}
-PLACES = [(name, mesh) for name in CASES for mesh in MESHES[name.endswith("uneven")]]
+WRITTEN: dict[str, list[Any]] = {"written": [1, 2, 4], "scores": [4], "masked-uneven": [3]}
+PLACES = [(name, mesh) for name in CASES for mesh in WRITTEN.get(name, MESHES[name.endswith("uneven")])]
 
 
 @cache
@@ -152,6 +194,10 @@ def test_middle_is_not_kept_for_backward(name: str) -> None:
     saved = [graph.values[key] for key in read if graph.values[key].kind == "op" and key[0] not in graph.backward]
     assert loops
     assert saved
+    if name in ("scores", "masked-uneven"):  # what it keeps of q, k, v has heads, which may be a loop too
+        wide = [value.shape for value in saved if value.dtype == torch.float64 and len(value.shape) > 2]
+        assert not any(shape[-1] == shape[-2] for shape in wide)
+        return
     assert not any(size in atoms for value in saved for atoms in value.atoms for size in loops)
 
 
