@@ -5,8 +5,9 @@ In every collective a rank sends as much as it receives. On a full-duplex link t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stpart_compiler.cost_models.cluster import Cluster, Link
 from stpart_compiler.ir.mesh import Mesh
@@ -20,6 +21,8 @@ _TRAFFIC: dict[str, Callable[[int], tuple[float, int]]] = {
     "exchange": lambda n: (1.0, 1),
 }
 COLLECTIVES = tuple(_TRAFFIC)
+RINGS = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
+"""Collectives in which a rank sends to its neighbour alone; in the others, and in single messages, to any rank."""
 
 
 def traffic(kind: str, group_size: int) -> tuple[float, int]:
@@ -77,16 +80,24 @@ class LinkCost:
 
     cluster: Cluster
     mesh: Mesh
-    _links: dict[tuple[str, ...], Link] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _links: dict[tuple[tuple[str, ...], int], Link] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.cluster.check_mesh(self.mesh)
 
-    def link(self, axes: tuple[str, ...]) -> Link:
-        """Slowest link that the axes cross."""
-        link = self._links.get(axes)
+    def link(self, axes: tuple[str, ...], ring: int = 1) -> Link:
+        """Slowest link that the axes cross, as one of the rings of so many ranks sees it that lie along them.
+
+        A ring of one: a rank that sends for itself. Groups of skewed forms lie along more axes than they have ranks
+        for; several of them then share what one ring along all these axes would have.
+        """
+        link = self._links.get((axes, ring))
         if link is None:
-            link = self._links[axes] = self.cluster.link_for(axes, self.mesh)
+            link = self.cluster.link_for(axes, self.mesh)
+            alone = self.cluster.link_for(axes, self.mesh, each=True)
+            share = ring / math.prod(self.mesh.size[axis] for axis in axes)
+            link = replace(link, bandwidth=max(alone.bandwidth, min(1.0, share) * link.bandwidth))
+            self._links[axes, ring] = link
         return link
 
     def __call__(self, kind: str, group_size: int, nbytes: float, axes: tuple[str, ...], messages: int) -> float:
@@ -104,4 +115,4 @@ class LinkCost:
         if group_size <= 1:
             return 0.0
         seconds = p2p_seconds if kind == "p2p" else exchange_seconds
-        return seconds(nbytes, self.link(axes), messages)
+        return seconds(nbytes, self.link(axes, group_size if kind in RINGS else 1), messages)

@@ -92,7 +92,7 @@ class FindBound:
         if best.choice is not None:
             best.offer(_polished(problem, best.choice, None, self.memory_limit))
         nearest = best.choice or model.decoded
-        alive = _alive(state, model, best.seconds)
+        alive = _alive(state, best.seconds)
         return Bound(lower / 1e9, best.choice, alive, free / 1e9, nearest, least)
 
     def _run(self, model: Model, problem: Problem, best: _Best, state: State, sweeps: int) -> float:
@@ -490,20 +490,24 @@ class State:
         costs = self.pairwise[edge]
         return costs[:, other] if edge[0] == root else costs[other, :]
 
+    def extra(self) -> dict[int, Array]:
+        """ns per choice of a root by which an assignment that has it is over the bound, at least."""
+        found = {}
+        for root in self.order:
+            extra = self.unary[root] - self.unary[root].min()
+            for edge in (*self.before[root], *self.after[root]):
+                costs = self.pairwise[edge]
+                extra = extra + (costs.min(axis=1) if edge[0] == root else costs.min(axis=0)) - costs.min()
+            found[root] = extra
+        return found
+
     def bound(self) -> float:
         """ns that no assignment within the room can beat."""
         least = sum(float(c.min()) for c in self.unary.values()) + sum(float(c.min()) for c in self.pairwise.values())
         return least if self.multipliers is None else least - float(self.multipliers @ self.room)
 
 
-def _alive(state: State, model: Model, best_seconds: float) -> dict[int, list[int]]:
+def _alive(state: State, best_seconds: float) -> dict[int, list[int]]:
     """Choices whose own lower bound does not exceed the best known cost."""
     slack = best_seconds * 1e9 - state.bound()
-    alive = {}
-    for root in model.order:
-        extra = state.unary[root] - state.unary[root].min()
-        for edge in (*state.before[root], *state.after[root]):
-            costs = state.pairwise[edge]
-            extra = extra + (costs.min(axis=1) if edge[0] == root else costs.min(axis=0)) - costs.min()
-        alive[root] = [i for i, more in enumerate(extra) if more <= slack + 1.0]
-    return alive
+    return {root: [i for i, more in enumerate(extra) if more <= slack + 1.0] for root, extra in state.extra().items()}

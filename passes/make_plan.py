@@ -68,7 +68,7 @@ class MakePlan:
     def apply(self, graph: Annotated, progress: Progress = lambda text: None) -> Plan:
         if self.name is not None:
             space, problem, solution = self._template(graph, template(self.name))
-            return _plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
+            return written_plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
         if self.known.yardsticks is None:
             self.known.yardsticks = self._yardsticks(graph, progress) if self.options.yardsticks else {}
         yardsticks = {name: found for name, found in self.known.yardsticks.items() if self._fits(found)}
@@ -84,7 +84,7 @@ class MakePlan:
             space, problem, found = best
             bound = min(solution.bound, found.seconds)
             solution = replace(solution, choice=found.choice, seconds=found.seconds, bound=bound)
-        return _plan(graph, space, problem, solution, None, prices, self.options)
+        return written_plan(graph, space, problem, solution, None, prices, self.options)
 
     def _solved(self, space: Space, problem: Problem, hint: Assignment | None, progress: Progress) -> Found:
         """The cheapest assignment found; where memory is short, also with some of forward run again in backward."""
@@ -232,7 +232,7 @@ def _translated(small: Space, choice: Assignment, space: Space) -> Assignment | 
     return found
 
 
-def _plan(
+def written_plan(
     graph: Annotated,
     space: Space,
     problem: Problem,
@@ -241,6 +241,7 @@ def _plan(
     yardsticks: dict[str, float],
     options: SolverOptions,
 ) -> Plan:
+    """A solution as a plan. `name`: the template, if it is one; `yardsticks`: seconds of templates."""
     strategies = {op.name: strategy_of(space, solution.choice, op.klass)[1] for op in graph.ops}
     params: dict[str, Layout] = {}
     for index, group in enumerate(space.params):

@@ -19,7 +19,7 @@ class Overlap:
     """Seconds of compute beside the re-layouts of a search space."""
 
     def __init__(self, space: Space) -> None:
-        self.space = space
+        self.space = space.widest or space  # a part of a space has the prices of the whole
         self.graph = space.graph
         self.link = space.costs.cluster.link_for(space.mesh.axes, space.mesh)
 

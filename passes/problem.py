@@ -41,9 +41,10 @@ class Problem:
     uses: list[list[Use]] = field(default_factory=list)  # grouped by (producer, phase): re-layouts are shared inside
     again: frozenset[str] = NOTHING_AGAIN  # ops of forward that backward runs again
     prices: Prices = field(init=False)
+    priced_by: type[Prices] = Prices
 
     def __post_init__(self) -> None:
-        self.prices = Prices(self.space)
+        self.prices = self.priced_by(self.space)
 
     @cached_property
     def again_classes(self) -> frozenset[int]:
@@ -128,14 +129,18 @@ class Local:
 
 @dataclass(frozen=True)
 class BuildProblem:
-    """search space -> priced problem. `again`: ops of forward that backward runs again, at their full price."""
+    """search space -> priced problem. `again`: ops of forward that backward runs again, at their full price.
+
+    `priced_by`: exact prices of re-layouts, or such as take far less time (`passes/floors.py`).
+    """
 
     options: SolverOptions
     weights_stay: bool = False
     again: frozenset[str] = NOTHING_AGAIN
+    priced_by: type[Prices] = Prices
 
     def apply(self, space: Space) -> Problem:
-        problem = Problem(space, self.options, again=self.again)
+        problem = Problem(space, self.options, again=self.again, priced_by=self.priced_by)
         _price_choices(problem)
         _price_params(problem)
         _price_uses(problem, self.weights_stay)

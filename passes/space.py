@@ -84,7 +84,7 @@ class Costs:
         moved, axes = _moving_bytes(op, derived)
         if not axes:
             return compute * strategy.steps + joined, within * strategy.steps
-        link = self.cluster.link_for(axes, self.mesh)
+        link = self.link.link(axes)
         messages = sum(port.motion == MOVE for port in (*derived.inputs, *derived.outputs))
         seconds = temporal_seconds(compute, moved, strategy.steps, link, messages)
         return seconds + joined, moved * (strategy.steps - 1) + within * strategy.steps
@@ -169,7 +169,7 @@ class ParamChoices:
 
 @dataclass
 class Space:
-    """Everything that the solver needs."""
+    """Everything that the solver needs. `widest`: the space that this one is a part of; itself if None."""
 
     graph: Annotated
     mesh: Mesh
@@ -177,6 +177,7 @@ class Space:
     choices: list[Choices]
     params: list[ParamChoices]
     classes: Quotient
+    widest: Space | None = None
 
 
 @dataclass(frozen=True)
@@ -342,12 +343,16 @@ def _following(
         return None
     single = sum(1 for k in own.op.operands if graph.values[k].kind in ("op", "param")) == 1
     itemsize = graph.values[key].dtype.itemsize
+    wanting: dict[Layout, list[int]] = {}
+    for i, derived in enumerate(own.derived):
+        wanting.setdefault(derived.inputs[lead].layout, []).append(i)
     table: dict[Layout, int] = {}
     for layout, _ in produced:
-        exact = sum(1 for derived in own.derived if derived.inputs[lead].layout == layout)
-        if exact > 1 or (layout.partial and not (single and exact)):
+        exact = wanting.get(layout, [])
+        if len(exact) > 1 or (layout.partial and not (single and exact)):
             return None
-        table[layout] = _best_for(own, lead, layout, itemsize, costs)
+    for layout, _ in produced:
+        table[layout] = wanting[layout][0] if layout in wanting else _nearest(own, wanting, layout, itemsize, costs)
     return _grouped(own, root, produced, table)
 
 
@@ -372,15 +377,17 @@ def _produced(
     return source.root, list(merged.items())
 
 
-def _best_for(own: Choices, lead: int, layout: Layout, itemsize: int, costs: Costs) -> int:
-    """Cheapest strategy once the lead operand comes in `layout`."""
-    exact = [i for i, d in enumerate(own.derived) if d.inputs[lead].layout == layout]
-    pool = exact or range(len(own.strategies))
-
-    def price(i: int) -> float:
-        return own.seconds[i] + (0.0 if exact else costs.relayout(layout, own.derived[i].inputs[lead].layout, itemsize))
-
-    return min(pool, key=price)
+def _nearest(own: Choices, wanting: dict[Layout, list[int]], layout: Layout, itemsize: int, costs: Costs) -> int:
+    """Cheapest strategy once the lead operand comes in `layout`, which none takes as it is."""
+    found: tuple[float, int] | None = None
+    for wanted, strategies in sorted(wanting.items(), key=lambda item: min(own.seconds[i] for i in item[1])):
+        cheapest = min(strategies, key=lambda i: (own.seconds[i], i))
+        if found is not None and own.seconds[cheapest] > found[0]:
+            break
+        price = own.seconds[cheapest] + costs.relayout(layout, wanted, itemsize)
+        found = min(found or (price, cheapest), (price, cheapest))
+    assert found is not None, f"{own.op.name} has no strategy"
+    return found[1]
 
 
 def _grouped(own: Choices, root: int, produced: list[tuple[Layout, list[int]]], table: dict[Layout, int]) -> Choices:

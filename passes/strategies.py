@@ -24,7 +24,10 @@ Choice = tuple[str, int]  # ("keep", -1), ("cut", factor) or ("pending", linear 
 
 @dataclass(frozen=True)
 class StrategySpace:
-    """Which strategies are enumerated. `forms`: multiples of (r, c) used as skewed forms on pairs of equal axes."""
+    """Which strategies are enumerated. `forms`: multiples of (r, c) used as skewed forms on pairs of equal axes.
+
+    `timed`: axes whose forms may be skewed or have time; None: all. The other axes cut in space alone.
+    """
 
     temporal_1d: bool = True
     temporal_2d: bool = True
@@ -32,6 +35,11 @@ class StrategySpace:
     pending: bool = True
     time_only: bool = False
     forms: tuple[tuple[int, int], ...] = ((1, 0), (0, 1), (1, 1))
+    timed: tuple[str, ...] | None = None
+
+    def within(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the axes that are not cut in space alone."""
+        return axes if self.timed is None else tuple(axis for axis in axes if axis in self.timed)
 
 
 TILE_STEPS = (2, 4, 8)
@@ -144,8 +152,8 @@ def _spatial(
         yield from _skewed(rule, mesh, axes, movable, space, tokens)
 
 
-def _equal_pairs(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[str, str]]:
-    return [(a, b) for a, b in itertools.combinations(axes, 2) if mesh.size[a] == mesh.size[b]]
+def _equal_pairs(mesh: Mesh, axes: tuple[str, ...], space: StrategySpace) -> list[tuple[str, str]]:
+    return [(a, b) for a, b in itertools.combinations(space.within(axes), 2) if mesh.size[a] == mesh.size[b]]
 
 
 def _pair_forms(q: int, pair: tuple[str, str], space: StrategySpace) -> list[Digit]:
@@ -170,7 +178,7 @@ def _skewed(
     """Two factors cut by independent forms of a pair of axes, at least one of them skewed. Places of images are not:
     their neighbours would be ranks further away.
     """
-    for pair in _equal_pairs(mesh, axes):
+    for pair in _equal_pairs(mesh, axes, space):
         forms = _pair_forms(mesh.size[pair[0]], pair, space)
         rest = tuple(axis for axis in axes if axis not in pair)
         for (one, two), (f, g) in itertools.product(
@@ -237,7 +245,7 @@ def _temporal_1d(
     roles: dict[str, list[int]],
 ) -> Iterator[Strategy]:
     """One factor at d, another at d+t: the six maps of DESIGN section 1."""
-    for axis, (one, two) in itertools.product(axes, itertools.permutations(("m", "n", "k"), 2)):
+    for axis, (one, two) in itertools.product(space.within(axes), itertools.permutations(("m", "n", "k"), 2)):
         q = mesh.size[axis]
         rest = tuple(other for other in axes if other != axis)
         offset = 1 if one == "n" else 0  # the travelling sum then ends where the plain form says
@@ -253,7 +261,7 @@ def _rings(
 
     A result that travels starts one rank further on, so that it ends where the plain form says.
     """
-    for axis, g in itertools.product(axes, sorted(rule.loops)):
+    for axis, g in itertools.product(space.within(axes), sorted(rule.loops)):
         q = mesh.size[axis]
         rest = tuple(other for other in axes if other != axis)
         for f in sorted(movable - {g}):
@@ -282,7 +290,7 @@ def _temporal_2d(
     roles: dict[str, list[int]],
 ) -> Iterator[Strategy]:
     """Pairwise independent forms for m, n, k on two equal axes, one of them with time (PrimePar, section 1.1)."""
-    for pair in _equal_pairs(mesh, axes):
+    for pair in _equal_pairs(mesh, axes, space):
         q = mesh.size[pair[0]]
         rest = tuple(axis for axis in axes if axis not in pair)
         triples = [

@@ -76,13 +76,17 @@ class Prices:
         hidden = self.overlap.seconds(edge)
         key = (tuple(from_ids), tuple(to_ids), itemsize, hidden)
         if key not in self.tables:
-            self.tables[key] = [[self._exposed(a, b, itemsize, hidden) for b in targets] for a in sources]
+            self.tables[key] = self.table(sources, targets, itemsize, hidden)
         price = self.tables[key]
         if weights_stay and from_root is not None and from_root < 0:
             price = self._forbidden(sources, targets, price)
         use = Use(edge, from_root, sources, from_members, to_root, targets, to_members, price, from_ids, to_ids)
         self.uses[edge.producer, edge.consumer, edge.port] = use
         return use
+
+    def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: float) -> list[list[int]]:
+        """Prices of all pairs, with `hidden` seconds of compute beside them."""
+        return [[self._exposed(a, b, itemsize, hidden) for b in targets] for a in sources]
 
     def _exposed(self, source: Layout, target: Layout, itemsize: int, hidden: float) -> int:
         """Nanoseconds of a re-layout that compute does not hide."""

@@ -137,7 +137,7 @@ class Layout:
         # plain tuples: comparing them is what a search over layouts does most
         key = (
             tuple(tuple(map(_atom_key, atoms)) for atoms in self.dims),
-            tuple(map(_digit_key, self.partial)),
+            tuple(map(digit_key, self.partial)),
             self.combine,
         )
         object.__setattr__(self, "_key", key)
@@ -194,11 +194,12 @@ def _dim_text(atoms: tuple[Atom, ...]) -> str:
 
 
 def _atom_key(atom: Atom) -> tuple[object, ...]:
-    digits = tuple(map(_digit_key, atom.digits))
+    digits = tuple(map(digit_key, atom.digits))
     return (atom.size, *digits) if atom.window is None else (atom.size, atom.window, *digits)
 
 
-def _digit_key(digit: Digit) -> tuple[object, ...]:
+def digit_key(digit: Digit) -> tuple[tuple[tuple[str, int], ...], int, int, int]:
+    """The form as a plain tuple."""
     return digit.coeffs, digit.q, digit.tau, digit.offset
 
 

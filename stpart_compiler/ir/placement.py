@@ -159,12 +159,12 @@ class Tables:
         if 0 in bounds or any(big % small for big, small in itertools.pairwise(bounds)):
             return None
         sizes = [big // small for big, small in itertools.pairwise(bounds)]
-        left, right = self._spread(source, sizes), self._spread(target, sizes)
+        left, right = self.spread(source, sizes), self.spread(target, sizes)
         if left is None or right is None:
             return None
         return tuple(PairAtom(*parts) for parts in zip(sizes, left, right, strict=True))
 
-    def _spread(self, atoms: tuple[CutAtom, ...], sizes: list[int]) -> Cuts | None:
+    def spread(self, atoms: tuple[CutAtom, ...], sizes: list[int]) -> Cuts | None:
         """Digits of `atoms` moved to the finer atoms of the given sizes, major ones first."""
         out: list[tuple[int, ...]] = []
         rest = list(sizes)

@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from stpart_compiler.ir.layout import Atom, Digit, Layout, Range
+from stpart_compiler.ir.layout import Atom, Digit, Layout, Range, digit_key
 from stpart_compiler.ir.mesh import Mesh
-from stpart_compiler.ir.rule import COMBINED, SUM, OpRule, TensorMap
+from stpart_compiler.ir.rule import COMBINED, SUM, Factor, OpRule, TensorMap
 
 Shift = tuple[tuple[str, int], ...]
 
@@ -155,11 +155,27 @@ def _layout(
 ) -> Layout:
     """Layout of a tensor with the time step fixed at `t`, or without the time digit (None)."""
 
-    def at_rest(atom: Atom) -> Atom:
-        digits = tuple(digit.at_rest(t or 0) for digit in atom.digits if t is not None or not digit.tau)
-        return Atom(atom.size, digits, atom.window)
+    cuts = tuple(tuple(strategy.digits[rule.driver(f)] for f in dim) for dim in tensor)
+    return _laid_out(tuple(tuple(rule.factors[f] for f in dim) for dim in tensor), cuts, t, partial, combine)
 
-    dims = tuple(tuple(at_rest(factor_atom(rule, strategy, f)) for f in dim) or (Atom(1),) for dim in tensor)
+
+@lru_cache(maxsize=100_000)
+def _laid_out(
+    factors: tuple[tuple[Factor, ...], ...],
+    cuts: tuple[tuple[tuple[Digit, ...], ...], ...],
+    t: int | None,
+    partial: tuple[Digit, ...],
+    combine: str,
+) -> Layout:
+    """The layout of a tensor with these factors, cut by these digits, per dim."""
+
+    def at_rest(factor: Factor, cut: tuple[Digit, ...]) -> Atom:
+        digits = tuple(digit.at_rest(t or 0) for digit in cut if t is not None or not digit.tau)
+        return Atom(factor.size, digits, factor.window if cut else None)
+
+    dims = tuple(
+        tuple(map(at_rest, named, digits)) or (Atom(1),) for named, digits in zip(factors, cuts, strict=True)
+    )
     return Layout(dims, partial, combine)
 
 
@@ -225,11 +241,17 @@ def check_covers(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
     Raises:
         InvalidStrategyError: a block is missed or computed more often than another.
     """
-    digits = [digit for factor in strategy.digits for digit in factor]
+    digits = sorted((digit for factor in strategy.digits for digit in factor), key=digit_key)
+    if not _cover(tuple(digits), strategy.steps, mesh):
+        raise InvalidStrategyError(f"{strategy.describe(rule)}: the forms are not independent over mesh {mesh}")
+
+
+@lru_cache(maxsize=50_000)
+def _cover(digits: tuple[Digit, ...], steps: int, mesh: Mesh) -> bool:
+    """Whether over all ranks and steps every combination of values occurs, each equally often."""
     counts: dict[tuple[int, ...], int] = {}
     for coords in mesh.coords:
-        for t in range(strategy.steps):
+        for t in range(steps):
             key = tuple(digit.value(coords, t) for digit in digits)
             counts[key] = counts.get(key, 0) + 1
-    if len(counts) != math.prod(digit.q for digit in digits) or len(set(counts.values())) != 1:
-        raise InvalidStrategyError(f"{strategy.describe(rule)}: the forms are not independent over mesh {mesh}")
+    return len(counts) == math.prod(digit.q for digit in digits) and len(set(counts.values())) == 1

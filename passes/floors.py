@@ -1,0 +1,302 @@
+"""Prices that re-layouts cannot be below, for whole tables of them at once.
+
+A re-layout's exact price asks for its cheapest path, which takes milliseconds for each kind of it; on three mesh axes
+there are tens of thousands. What must enter a rank, or a host, at least follows from the blocks alone: what of its new
+blocks it does not hold, or, where sums are reduced, its new blocks and its part of all summands. With these prices the
+solver's bound holds, and rules out most choices before anything is priced exactly (`passes/narrow.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from stpart_compiler.cost_models.cluster import Link
+from stpart_compiler.cost_models.compute import copy_seconds
+from stpart_compiler.ir.layout import Layout, max_local_numel
+from stpart_compiler.ir.placement import Cuts, Tables, is_windowed, tables
+from stpart_compiler.passes.space import Costs
+from stpart_compiler.passes.uses import HIDDEN_SHARE, Prices
+
+Array = npt.NDArray[np.float64]
+Index = npt.NDArray[np.int64]
+
+RANKS_LOOKED_AT = 32
+"""Of more ranks so many are looked at, evenly spread: the most that enters one of them is still a lower bound."""
+
+
+class FloorPrices(Prices):
+    """Prices of uses that no re-layout is cheaper than, in ns; zero where nothing is known."""
+
+    def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: float) -> list[list[int]]:
+        transfer = self._transfers(sources, targets, itemsize)
+        local = repackings(self.space.costs, sources, targets, itemsize) * (transfer > 0)
+        exposed = np.maximum(HIDDEN_SHARE * transfer, transfer - hidden) + local
+        found: list[list[int]] = np.floor(exposed * 1e9).astype(np.int64).tolist()
+        return found
+
+    def _transfers(self, sources: list[Layout], targets: list[Layout], itemsize: int) -> Array:
+        return floor_seconds(self.space.costs, sources, targets, itemsize)
+
+
+class LikelyPrices(FloorPrices):
+    """Prices that re-layouts probably have, in ns: of those between blocks of like sizes, of which as much enters ranks
+    and hosts at least, one is priced."""
+
+    def _transfers(self, sources: list[Layout], targets: list[Layout], itemsize: int) -> Array:
+        kind, first = _kinds(_features(self.space.costs, sources, targets))
+        pairs = [(sources[at // len(targets)], targets[at % len(targets)]) for at in first]
+        seconds = np.array([self.space.costs.relayout(one, two, itemsize) for one, two in pairs])
+        return seconds[kind].reshape(len(sources), len(targets))
+
+
+def _kinds(features: Array) -> tuple[Index, list[int]]:
+    """Number of the kind of each pair, flat, and one pair of each kind. `features`: [feature, source, target]."""
+    rows = features.reshape(len(features), -1).T
+    _, first, kind = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return kind.reshape(-1), first.tolist()
+
+
+def _features(costs: Costs, sources: Sequence[Layout], targets: Sequence[Layout]) -> Array:
+    """[feature, source, target]: what re-layouts of one price have in common."""
+    shape = (len(sources), len(targets))
+    numbers: dict[Layout, int] = {}
+    same = [[numbers.setdefault(layout, len(numbers)) for layout in side] for side in (sources, targets)]
+    found = [np.equal.outer(*same).astype(np.float64)]
+    for measure in (max_local_numel, _summands):
+        one, two = (np.array([measure(layout) for layout in side], dtype=np.float64) for side in (sources, targets))
+        found += [np.broadcast_to(one[:, None], shape), np.broadcast_to(two[None, :], shape)]
+    entering = _entering(costs, tuple(sources), tuple(targets))
+    if entering is None:
+        return np.stack([*found, np.arange(math.prod(shape), dtype=np.float64).reshape(shape)])
+    return np.stack([*found, *(array for unit in entering for array in (unit.elements, unit.missing, unit.summed))])
+
+
+def _summands(layout: Layout) -> int:
+    return math.prod(digit.q for digit in layout.partial)
+
+
+def floor_seconds(costs: Costs, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: int) -> Array:
+    """[source, target] -> least seconds of transfers between layouts of one value. `itemsize`: bytes an element."""
+    least = np.zeros((len(sources), len(targets)))
+    for unit in _entering(costs, tuple(sources), tuple(targets)) or ():
+        link = unit.link
+        ways = max(1, unit.size // link.shared_by) * (1.0 if link.full_duplex else 0.5)
+        seconds = link.latency + unit.elements * itemsize / (link.bandwidth * ways)
+        least = np.maximum(least, np.where(unit.elements > 0, seconds, 0.0))
+    return least
+
+
+@dataclass(frozen=True)
+class _Entering:
+    """What enters units of `size` ranks (single ranks, hosts, ...) over `link`, [source, target].
+
+    `elements`: those that enter some unit at least, 0 where nothing is known. `missing`: those of new blocks of which
+    a unit has no part, whole or summand. `summed`: over how many units a sum is spread at least.
+    """
+
+    size: int
+    link: Link
+    elements: Array
+    missing: Array
+    summed: Array
+
+
+@lru_cache(maxsize=300)
+def _entering(costs: Costs, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> tuple[_Entering, ...] | None:
+    """For units of every level. None: the layouts have no atoms in common."""
+    spread = _spread(tables(costs.mesh), [*sources, *targets])
+    if spread is None:
+        return None
+    known, blocks = spread
+    here, there = blocks.only(slice(0, len(sources))), blocks.only(slice(len(sources), None))
+    both = known[: len(sources), None] * known[None, len(sources) :]
+    return tuple(_of_units(costs, here, there, both, size, link) for size, link in _units(costs))
+
+
+def _units(costs: Costs) -> Iterator[tuple[int, Link]]:
+    """Single ranks, hosts, and so on: number of ranks, and the fastest link over which anything enters."""
+    size = 1
+    for ranks, link in costs.cluster.levels:
+        yield size, link
+        if ranks is None or ranks >= costs.mesh.world_size:
+            return
+        size = ranks
+
+
+def _of_units(costs: Costs, here: _Blocks, there: _Blocks, both: Array, size: int, link: Link) -> _Entering:
+    table = tables(costs.mesh)
+    units = np.arange(len(table.ranks)).reshape(-1, size)
+    some = units[:: max(1, len(table.ranks) // RANKS_LOOKED_AT)]
+    nowhere = np.zeros(len(table.ranks), dtype=np.int64)
+    missing = _missing(here, there, some, nowhere)
+    elements, summed = missing.copy(), np.ones_like(missing)
+    for own, i in here.by_partial().items():
+        for kept, j in there.by_partial().items():
+            sums = _Sums.between(table, own, kept, units)
+            at = np.ix_(i, j)
+            summed[at] = sums.n + 0.5 * bool(sums.gone)
+            if sums.n > 1:
+                wanted = there.only(j).distinct(some, np.array(table.classes(sums.stay)))
+                elements[at] = sums.elements(here.numel, wanted, len(units))
+            elif sums.gone:
+                elements[at] = 0.0
+            elif own:
+                elements[at] = _missing(here.only(i), there.only(j), some, np.array(table.classes(own)))
+    return _Entering(size, link, elements * both, missing * both - (both == 0), summed)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Each element of `apart` tensors has summands, numbered by the digits `gone`, that are to be added up. No unit has
+    more than one in `n` of them."""
+
+    gone: tuple[int, ...]
+    stay: tuple[int, ...]
+    n: int
+    apart: int
+
+    @staticmethod
+    def between(table: Tables, own: tuple[int, ...], kept: tuple[int, ...], units: Index) -> _Sums:
+        if own == kept or table.classes(own) == table.classes(kept):
+            return _Sums((), own, 1, 1)
+        gone = tuple(digit for digit in own if digit not in kept)
+        stay = tuple(digit for digit in own if digit in kept)
+        classes = np.array(table.classes(gone))
+        most = max(len(set(classes[unit].tolist())) for unit in units)
+        return _Sums(gone, stay, -(-len(set(classes.tolist())) // most), len(set(table.values(stay))))
+
+    def elements(self, numel: int, wanted: Array, units: int) -> Array:
+        """[target] -> elements that enter some unit at least. `wanted`: those of the new blocks, [target, unit].
+
+        From n units n - 1 transfers at least make a sum; each further unit that wants it takes one.
+        """
+        total = numel * self.apart
+        copies = wanted.min(axis=1) * units / total
+        found: Array = np.maximum(wanted.max(axis=1), total * (self.n + copies - 2) / units)
+        return found
+
+
+@dataclass
+class _Blocks:
+    """Layouts over common atoms. `cuts[a][i]`: number of layout i's cut of atom a, in `ranges[a]` of [cut, rank, 2]."""
+
+    numel: int
+    partial: list[tuple[int, ...]]
+    cuts: list[Index]
+    ranges: list[Array]
+
+    def only(self, which: list[int] | slice) -> _Blocks:
+        chosen = self.partial[which] if isinstance(which, slice) else [self.partial[i] for i in which]
+        return _Blocks(self.numel, chosen, [cuts[which] for cuts in self.cuts], self.ranges)
+
+    def by_partial(self) -> dict[tuple[int, ...], list[int]]:
+        found: dict[tuple[int, ...], list[int]] = {}
+        for i, partial in enumerate(self.partial):
+            found.setdefault(partial, []).append(i)
+        return found
+
+    def shares(self, units: Index, classes: Index) -> Array:
+        """[layout, unit, rank] -> 1 / number of ranks of the unit that hold the same block of the same summand."""
+        same = (classes[units][:, :, None] == classes[units][:, None, :])[None]
+        for cuts, ranges in zip(self.cuts, self.ranges, strict=True):
+            at = ranges[:, units]
+            same = same & (at[:, :, :, None] == at[:, :, None, :]).all(axis=-1)[cuts]
+        count = np.broadcast_to(same.sum(axis=-1), (len(self.partial), *units.shape))
+        found: Array = 1.0 / count
+        return found
+
+    def volumes(self, units: Index) -> Array:
+        """[layout, unit, rank] -> elements of the block."""
+        total = np.ones((len(self.partial), 1, 1))
+        for cuts, ranges in zip(self.cuts, self.ranges, strict=True):
+            total = total * (ranges[:, :, 1] - ranges[:, :, 0])[:, units][cuts]
+        return np.broadcast_to(total, (len(self.partial), *units.shape))
+
+    def distinct(self, units: Index, classes: Index) -> Array:
+        """[layout, unit] -> elements of the unit's blocks, equal ones once."""
+        found: Array = (self.volumes(units) * self.shares(units, classes)).sum(axis=-1)
+        return found
+
+
+def _missing(here: _Blocks, there: _Blocks, units: Index, classes: Index) -> Array:
+    """[source, target] -> elements of new blocks that some unit does not hold."""
+    size = units.shape[1]
+    wanted = there.distinct(units, classes)
+    share, wanting = here.shares(units, classes), there.shares(units, classes)
+    held = np.zeros((len(here.partial), *wanted.shape))
+    for giver in range(size):
+        for taker in range(size):
+            shared = (classes[units[:, giver]] == classes[units[:, taker]]).astype(np.float64)[None, None]
+            for a, ranges in enumerate(here.ranges):
+                one, two = ranges[:, None, units[:, giver]], ranges[None, :, units[:, taker]]
+                low, high = np.maximum(one[..., 0], two[..., 0]), np.minimum(one[..., 1], two[..., 1])
+                shared = shared * np.maximum(high - low, 0.0)[here.cuts[a][:, None], there.cuts[a][None, :]]
+            held += shared * share[:, None, :, giver] * wanting[None, :, :, taker]
+    missing: Array = (wanted[None] - held).max(axis=-1)
+    return np.maximum(0.0, np.round(missing, 3))
+
+
+def _spread(table: Tables, layouts: list[Layout]) -> tuple[Array, _Blocks] | None:
+    """Layouts over atoms that all of them cut; which of them (1.0) can be written so. None: there are no such atoms."""
+    profiles = [table.profile(layout) for layout in layouts]
+    written: list[list[tuple[int, ...]] | None] = [[] for _ in layouts]
+    sizes: list[int] = []
+    for dim in range(len(profiles[0].dims)):
+        found = _common_sizes([profile.dims[dim] for profile in profiles])
+        if found is None:
+            return None
+        sizes += found
+        for i, profile in enumerate(profiles):
+            cuts, mine = _cuts(table, profile.dims[dim], found), written[i]
+            written[i] = None if cuts is None or mine is None else [*mine, *cuts]
+    known = np.array([float(cuts is not None) for cuts in written])
+    nothing: list[tuple[int, ...]] = [()] * len(sizes)
+    index, ranges = [], []
+    for a, size in enumerate(sizes):
+        kinds: dict[tuple[int, ...], int] = {}
+        index.append(np.array([kinds.setdefault((cuts or nothing)[a], len(kinds)) for cuts in written]))
+        ranges.append(np.array([table.ranges(size, cut) for cut in kinds], dtype=np.float64))
+    numel = math.prod(layouts[0].shape)
+    return known, _Blocks(numel, [profile.partial for profile in profiles], index, ranges)
+
+
+def _common_sizes(dims: list[tuple[tuple[int, tuple[int, ...]], ...]]) -> list[int] | None:
+    """Sizes of the coarsest atoms that refine all of these; None where the sizes form no divisor chain."""
+    strides = {math.prod(size for size, _ in dims[0]), 1}
+    for sizes in dict.fromkeys(tuple(size for size, _ in atoms) for atoms in dims):
+        stride = 1
+        for size in reversed(sizes):
+            strides.add(stride)
+            stride *= size
+    ordered = sorted(strides, reverse=True)
+    if 0 in strides or any(big % small for big, small in zip(ordered, ordered[1:], strict=False)):
+        return None
+    return [big // small for big, small in zip(ordered, ordered[1:], strict=False)]
+
+
+def _cuts(table: Tables, atoms: tuple[tuple[int, tuple[int, ...]], ...], sizes: list[int]) -> Cuts | None:
+    if any(is_windowed(digits) or (digits and size == 1) for size, digits in atoms):
+        return None
+    return table.spread(tuple(atom for atom in atoms if atom[0] != 1), sizes)
+
+
+def repackings(costs: Costs, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: int) -> Array:
+    """`Costs.repacking` of all pairs, seconds."""
+    sides = [*sources, *targets]
+    atoms = [[atom for dim in layout.dims for atom in dim if atom.size > 1] for layout in sides]
+    numbers: dict[object, int] = {}
+    wholes = np.array([numbers.setdefault(tuple(own), len(numbers)) for own in atoms])
+    tails = np.array([numbers.setdefault(tuple(own[1:]), len(numbers)) for own in atoms])
+    blocks = np.array([max_local_numel(layout) for layout in sides], dtype=np.float64)
+    count = len(sources)
+    larger = np.maximum(blocks[:count, None], blocks[None, count:])
+    base = copy_seconds(0, costs.cluster)
+    seconds = base + larger * (copy_seconds(itemsize, costs.cluster) - base)
+    in_place = (tails[:count, None] == tails[None, count:]) & (wholes[:count, None] != wholes[None, count:])
+    return np.where(in_place, 0.0, seconds)
