@@ -1,15 +1,11 @@
-"""Cases of the torch.compile backend, each a comparison with eager; run as a script, it is one rank of several.
-
-`python backend_ranks.py RANK WORLD STORE`: all cases over gloo, on each mesh of that many ranks. Nothing here imports
-stpart_compiler before torch.compile has looked its backend up.
-"""
+"""Cases of the torch.compile backend, each a comparison with eager, and what one rank of several does."""
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -207,11 +203,10 @@ def larger_mesh(world: int) -> None:
     raise AssertionError("a mesh larger than the world was taken")
 
 
-if __name__ == "__main__":
-    rank, world = int(sys.argv[1]), int(sys.argv[2])
-    torch.set_num_threads(1)
+def main(rank: int, world: int, store: Path) -> None:
+    """All cases over gloo, on the mesh of that many ranks."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world, timeout=timedelta(seconds=240)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=240)
     )
     larger_mesh(world)
     for name in run_cases(world):

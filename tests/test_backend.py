@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import backend_ranks
 import pytest
 import torch
+from processes import run_processes
 from torch import Tensor, nn
 
 from stpart_compiler import backend
 
-SCRIPT = Path(__file__).with_name("backend_ranks.py")
 LIMIT_S = 400.0
-
-
-def _load(path: Path) -> Any:
-    """The script as a module; dynamo imports it by its name."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-RANKS = _load(SCRIPT)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +26,7 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("case", RANKS.CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", backend_ranks.CASES, ids=lambda case: case.__name__)
 def test_one_rank(case: Callable[[Any], None]) -> None:
     torch.manual_seed(0)
     case(1)
@@ -48,24 +34,10 @@ def test_one_rank(case: Callable[[Any], None]) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_several_ranks(world: int, tmp_path: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(world), str(tmp_path / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        texts = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(texts)
-    assert [text.count(" ok\n") for text in texts] == [len(RANKS.ON_RANKS[world])] * world
+    arguments = [(rank, world, tmp_path / "store") for rank in range(world)]
+    ended = run_processes(backend_ranks.main, arguments, LIMIT_S)
+    assert [status for status, _ in ended] == [0] * world, "\n".join(text for _, text in ended)
+    assert [text.count(" ok\n") for _, text in ended] == [len(backend_ranks.ON_RANKS[world])] * world
 
 
 def test_compiled_once_and_drawn_as_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
