@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,12 @@ def run_processes(
                 process.kill()
                 process.join()
         return [(process.exitcode, log.read_text()) for process, log in zip(made, logs, strict=True)]
+
+
+def run_code(code: str, *argv: str) -> None:
+    """A script given as text, as the target of a process."""
+    sys.argv = ["-c", *argv]
+    exec(code, {"__name__": "__main__"})
 
 
 def _run(log: Path, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_code, run_processes
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -364,9 +363,10 @@ def test_digest_is_the_same_in_another_process() -> None:
         "m = nn.Sequential(nn.Linear(4, 3), nn.GELU(), nn.BatchNorm1d(3))\n"
         "print(capture(m, (torch.zeros(2, 4),)).digest())"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ((status, text),) = run_processes(run_code, [(code,)], 60.0)
     model = nn.Sequential(nn.Linear(4, 3), nn.GELU(), nn.BatchNorm1d(3))
-    assert run.stdout.strip() == capture(model, (torch.ones(2, 4),)).digest()
+    assert status == 0, text
+    assert text.strip() == capture(model, (torch.ones(2, 4),)).digest()
 
 
 class Branch(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from processes import run_processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_flatten
@@ -264,12 +263,8 @@ def online(rank: int, path: Path) -> None:
 
 
 def test_with_a_process_group_each_block_is_written_once(tmp_path: Path) -> None:
-    started = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in started]
-    assert [process.returncode for process in started] == [0, 0], errors
+    ended = run_processes(online, [(rank, tmp_path) for rank in range(2)], 120.0)
+    assert [status for status, _ in ended] == [0, 0], ended
     metadata = dcp.FileSystemReader(tmp_path / "saved").read_metadata()
     chunks = {name: len(entry.chunks) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
     assert chunks["w"] == chunks["tied"] == 1 and chunks["heads"] == 6 and chunks["optimizer.heads.exp_avg"] == 6
@@ -282,7 +277,3 @@ def test_with_a_process_group_each_block_is_written_once(tmp_path: Path) -> None
     optimizer = adamw(whole)
     step_whole(whole, optimizer, 1)
     same(gathered(modules), step_whole(whole, optimizer, 2))
-
-
-if __name__ == "__main__":
-    online(int(sys.argv[1]), Path(sys.argv[2]))

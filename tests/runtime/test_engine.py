@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib
 import operator
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_code, run_processes
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
@@ -23,7 +21,6 @@ from stpart_compiler.runtime.engine import CommTimeoutError, Engine, Label, curr
 from stpart_compiler.runtime.threads import run_ranks
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
 stpart = torch.ops.stpart
 
 
@@ -342,8 +339,8 @@ def test_reload_keeps_the_ops() -> None:
     script += (
         "import gc; gc.collect()\nimport stpart_compiler.runtime.ops\nprint(torch.ops.stpart.wait.default._schema)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "stpart::wait(int[] tags, int channel) -> ()"
+    ((status, text),) = run_processes(run_code, [(script,)], 30.0)
+    assert (status, text.strip()) == (0, "stpart::wait(int[] tags, int channel) -> ()")
 
 
 def test_overhead_is_measured(record_property: Callable[[str, object], None]) -> None:
@@ -384,7 +381,8 @@ with engine.activate():
     assert y.tolist() == [2.0] * 3
     print("step", flush=True)
     if rank == 1:
-        time.sleep(60)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
     torch.ops.stpart.irecv([8], torch.float32, torch.device("cpu"), 1, 4, 1)
     start = time.monotonic()
     try:
@@ -396,23 +394,9 @@ os._exit(0)
 
 
 def test_killed_process_stops_its_peer(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", CHILD]
-    survivor, victim = (
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    )
-    try:
-        assert victim.stdout is not None and victim.stdout.readline() == "step\n"
-        time.sleep(0.5)
-        victim.send_signal(signal.SIGKILL)
-        text, _ = survivor.communicate(timeout=30)
-    finally:
-        for process in (survivor, victim):
-            process.kill()
-            process.communicate()
+    arguments = [(CHILD, str(rank), str(tmp_path / "store")) for rank in range(2)]
+    (status, text), (killed, _) = run_processes(run_code, arguments, 30.0)
+    assert (status, killed) == (0, -signal.SIGKILL), text
     name, waited, message = text.splitlines()[1].split(" ", 2)
     assert name == "CommTimeoutError" and float(waited) < 5
     for part in ("rank 0", "recv_k", "layers.1.attn", "peer 1", "step 3", "tag 4", "a peer has stopped"):
@@ -458,23 +442,7 @@ dist.destroy_process_group()
 
 def test_groups_of_torch_distributed(tmp_path: Path) -> None:
     """TorchTransport with the gloo backend of torch.distributed: the code that NCCL runs goes through too."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", TORCH_CHILD]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        outputs = [process.communicate(timeout=60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in processes] == [0, 0, 0], outputs
-    assert "ranks0_1 is not declared" in outputs[0][0] and "ranks1_2 is not declared" in outputs[1][0]
+    arguments = [(TORCH_CHILD, str(rank), str(tmp_path / "store")) for rank in range(3)]
+    ended = run_processes(run_code, arguments, 60.0)
+    assert [status for status, _ in ended] == [0, 0, 0], ended
+    assert "ranks0_1 is not declared" in ended[0][1] and "ranks1_2 is not declared" in ended[1][1]
