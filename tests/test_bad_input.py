@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import stpart_compiler as st
 from stpart_compiler.ir.plan import Plan
 
-QUICK = st.SolverOptions(time_limit_s=20.0, patience_s=0.5)
+QUICK = st.SolverOptions(time_limit_s=20.0, patience_s=0.5, yardsticks=False)
 
 
 class Net(nn.Module):

@@ -24,7 +24,7 @@ from stpart_compiler.runtime.engine import CommTimeoutError, Engine
 from stpart_compiler.runtime.rank_module import RankModule
 from stpart_compiler.runtime.threads import run_ranks
 
-SOLVER = st.SolverOptions(time_limit_s=1, patience_s=0.1)
+SOLVER = st.SolverOptions(time_limit_s=1, patience_s=0.1, yardsticks=False)
 VOCABULARY, WIDTH, HIDDEN = 11, 6, 9
 
 
