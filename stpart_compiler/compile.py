@@ -33,6 +33,7 @@ from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.templates import template as named_template
 from stpart_compiler.pauses import same_random, without_gc
+from stpart_compiler.plan_cache import plan_cache
 from stpart_compiler.runtime.agree import agree_on_plan, check_world
 from stpart_compiler.runtime.buckets import Dynamic, by_leaf
 from stpart_compiler.runtime.modes import in_modes
@@ -121,13 +122,21 @@ def compile_model(
     buckets = by_leaf(dynamic or {}, input_slots(captured))
     graphs = Graphs(annotate(captured, dumper), dumper)
     say(f"propagate: {len(graphs.plain.ops)} ops in {len(graphs.plain.classes)} classes")
-    search = Search(graphs, Costs(prices, grid), limit, options, template, restrictions or Restrictions(), device, say)
+    limits = restrictions or Restrictions()
+    search = Search(graphs, Costs(prices, grid), limit, options, template, limits, device, say)
+    cache = plan_cache(graphs.plain, asked, search.costs, limit, options, template, (limits, device.type))
 
     def solve() -> tuple[Plan, Programs]:
         if plan is not None:
             graph = graphs.of(plan.regions)
             return search.checked(FitPlan(search.costs, options).apply(plan, graph, asked))
-        return search.run()
+        known = cache.load()
+        if known is not None:
+            say(f"plan taken from the cache: {cache.path}")
+            return search.checked(known)
+        found, programs = search.run()
+        cache.store(found)
+        return found, programs
 
     decided, programs = agree_on_plan(graphs.plain.digest, solve, search.checked)
     dumper.plan(decided)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -183,7 +185,31 @@ def partitioned(mesh: Any) -> None:
     assert cut == (seen[0].world_size > 1)
 
 
-CASES: tuple[Callable[[Any], None], ...] = (loss_outside, loss_inside, swapped_parameter, hf_llama, partitioned)
+def cached_plan(mesh: Any) -> None:
+    """Rank 0 alone looks into its cache, and all ranks take what it finds there."""
+    import stpart_compiler as st
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["STPART_CACHE"] = folder
+        try:
+            args = (torch.randn(4, 8, dtype=torch.float64),)
+            plans = [st.compile_model(Block().double(), args, mesh=mesh, template="data").plan for _ in range(2)]
+        finally:
+            os.environ["STPART_CACHE"] = "off"
+        entries = list(Path(folder).iterdir())
+    assert len(entries) == (0 if dist.is_initialized() and dist.get_rank() else 1)
+    assert [plan.solver.get("cached") for plan in plans] == [None, True]
+    assert plans[0].digest == plans[1].digest
+
+
+CASES: tuple[Callable[[Any], None], ...] = (
+    loss_outside,
+    loss_inside,
+    swapped_parameter,
+    hf_llama,
+    partitioned,
+    cached_plan,
+)
 ON_RANKS = {2: CASES, 4: (loss_inside, partitioned)}
 
 

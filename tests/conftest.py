@@ -1,4 +1,6 @@
-"""Settings shared by all tests: one thread per process, reproducible hypothesis examples."""
+"""Settings shared by all tests: one thread per process, reproducible hypothesis examples, no plan cache."""
+
+import os
 
 import pytest
 import torch
@@ -14,3 +16,6 @@ settings.load_profile("deterministic")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", action="store_true", help="also strategies that differ by the names of mesh axes alone")
+
+# Tests solve, whatever was solved before; processes that they start inherit this.
+os.environ["STPART_CACHE"] = "off"

@@ -149,6 +149,7 @@ class Plan:
     def summary(self) -> str:
         """A few lines: mesh, predicted time and memory, proven gap, ratio to each yardstick."""
         name = f"template {self.template}" if self.template else "solved"
+        name += ", from the cache" if self.solver.get("cached") else ""
         lines = [
             f"plan ({name}) on mesh {self.mesh}, digest {self.digest[:12]}",
             f"  predicted step {self.seconds * 1e3:.3f} ms, {self._proof()}",
