@@ -163,7 +163,7 @@ def moved_bytes(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Sha
         read[0] = 0
     if read and _name(call.target) in _LOOKUPS:
         read[0] = min(read[0], written)
-    return float(sum(read) + written)
+    return 1.0 * (sum(read) + written)
 
 
 def op_seconds(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape], cluster: Cluster) -> float:

@@ -16,13 +16,15 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.cost_models.memory import parameter_bytes
 from stpart_compiler.ir.layout import max_local_numel
 from stpart_compiler.ir.rule import ONLINE, block_shape
-from stpart_compiler.ir.spacetime import MOVE, SLICE
+from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Strategy
+from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules import merge_of
 from stpart_compiler.passes.rules.region import Region
-from stpart_compiler.passes.space import Choices, Space, block_extents, layouts_of
+from stpart_compiler.passes.space import Costs, Space, layouts_of
 from stpart_compiler.passes.timeline import Claim, Counts, Held, Timeline
 from stpart_compiler.passes.uses import Assignment, Prices, Use
 
@@ -302,49 +304,64 @@ class _Maker:
             if klass not in places:
                 continue
             for s, members in enumerate(choices.members):
-                nbytes = _own_bytes(choices, s, self.line.lasting)
+                chosen = choices.op, choices.strategies[s], choices.derived[s]
+                nbytes = _own_bytes(self.space.costs, *chosen, self.line.lasting)
                 if nbytes:
                     self.tables[choices.root][np.ix_(members, places[klass])] += nbytes
 
 
-def _own_bytes(choices: Choices, s: int, lasting: frozenset[tuple[int, int]]) -> int:
+def op_bytes(
+    costs: Costs, op: OpNode, strategy: Strategy, derived: Derived, lasting: frozenset[tuple[int, int]]
+) -> int:
+    """Bytes of an op's results, unless they are views, and of what it needs besides while it runs.
+
+    `lasting`: as in `Timeline`.
+    """
+    made = 0
+    for tensor, port, result in zip(op.rule.outputs, derived.outputs, op.call.results, strict=True):
+        if result is not None and not is_view(op.call.target):
+            made += costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
+    return made + _own_bytes(costs, op, strategy, derived, lasting)
+
+
+def _own_bytes(
+    costs: Costs, op: OpNode, strategy: Strategy, derived: Derived, lasting: frozenset[tuple[int, int]]
+) -> int:
     """Bytes that an op needs while it runs, beside its operands and results: see `passes/temporal.py`."""
-    derived, call, steps = choices.derived[s], choices.op.call, choices.strategies[s].steps
+    call, steps = op.call, costs.steps(strategy)
     total = 0
-    blocks = _block_bytes(choices, s)
+    blocks = _block_bytes(costs, op, strategy)
     if isinstance(call.target, Region):
-        total += max(0, call.target.peak_bytes(block_extents(choices.op, choices.strategies[s])) - sum(blocks))
+        total += max(0, call.target.peak_bytes(costs.extents(op, strategy)) - sum(blocks))
     if steps == 1:
         return total
     for i, (port, operand) in enumerate(zip(derived.inputs, call.operands, strict=True)):
         if port.motion == MOVE:  # the block in use and the one arriving
-            copies = min(steps - 1, 2) if (choices.op.klass, i) in lasting else 1
-            total += copies * max_local_numel(port.layout) * operand.dtype.itemsize
-    time = choices.strategies[s].time_factor
-    if time is not None and choices.op.rule.factors[time].kind == ONLINE:
-        return total + _merging_bytes(choices, s)
-    for port, nbytes, result in zip(derived.outputs, blocks, call.results, strict=True):
+            copies = min(steps - 1, 2) if (op.klass, i) in lasting else 1
+            total += copies * costs.numel(op, strategy, op.rule.inputs[i], port) * operand.dtype.itemsize
+    time = strategy.time_factor
+    if time is not None and op.rule.factors[time].kind == ONLINE:
+        return total + _merging_bytes(op, blocks)
+    for tensor, port, nbytes, result in zip(op.rule.outputs, derived.outputs, blocks, call.results, strict=True):
         if result is not None:
-            whole = max_local_numel(port.layout) * result.dtype.itemsize
+            whole = costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
             total += {MOVE: 2 * nbytes, SLICE: whole}.get(port.motion, nbytes)
     return total
 
 
-def _block_bytes(choices: Choices, s: int) -> list[int]:
+def _block_bytes(costs: Costs, op: OpNode, strategy: Strategy) -> list[int]:
     """Per result, bytes of what one step makes of it."""
-    extents = block_extents(choices.op, choices.strategies[s])
+    extents = costs.extents(op, strategy)
     return [
         math.prod(block_shape(tensor, extents)) * result.dtype.itemsize if result is not None else 0
-        for tensor, result in zip(choices.op.rule.outputs, choices.op.call.results, strict=True)
+        for tensor, result in zip(op.rule.outputs, op.call.results, strict=True)
     ]
 
 
-def _merging_bytes(choices: Choices, s: int) -> int:
+def _merging_bytes(op: OpNode, blocks: list[int]) -> int:
     """What was merged, the results of one more block, and both merged, less the results themselves."""
-    results = [r for r in choices.op.call.results if r is not None]
-    blocks = [n for n in _block_bytes(choices, s) if n]
-    merge = merge_of(choices.op.call.target)
-    assert merge is not None, f"{choices.op.name}: blocks of its keys cannot be merged"
-    dtypes = merge.dtypes([r.dtype for r in results])
-    merged = sum(n * d.itemsize // r.dtype.itemsize for n, d, r in zip(blocks, dtypes, results, strict=True))
-    return 2 * merged
+    made = [(n, r.dtype) for n, r in zip(blocks, op.call.results, strict=True) if n and r is not None]
+    merge = merge_of(op.call.target)
+    assert merge is not None, f"{op.name}: blocks of its keys cannot be merged"
+    dtypes = merge.dtypes([dtype for _, dtype in made])
+    return 2 * sum(n * to.itemsize // dtype.itemsize for (n, dtype), to in zip(made, dtypes, strict=True))

@@ -10,6 +10,7 @@ import torch
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.plan import Plan, PlanRow
 from stpart_compiler.passes.bound import FindBound, find_leanest
+from stpart_compiler.passes.held import op_bytes
 from stpart_compiler.passes.order import marked
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated, OpNode
@@ -19,6 +20,7 @@ from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
 from stpart_compiler.passes.space import BuildSpace, Choices, Costs, ParamChoices, Restriction, Space, strategy_of
 from stpart_compiler.passes.step_cost import step_costs
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
+from stpart_compiler.passes.timeline import timeline
 from stpart_compiler.passes.uses import Assignment
 from stpart_compiler.pauses import without_gc
 
@@ -275,6 +277,7 @@ def written_plan(
 def plan_rows(space: Space, problem: Problem, choice: Assignment) -> list[PlanRow]:
     """What an assignment does and costs, per op class."""
     relayout = _relayout_seconds(problem, choice)
+    lasting = timeline(space.graph, problem.again).lasting
     rows = []
     for klass, choices in enumerate(space.choices):
         index, strategy = strategy_of(space, choice, klass)
@@ -296,6 +299,7 @@ def plan_rows(space: Space, problem: Problem, choice: Assignment) -> list[PlanRo
                 alternatives=_alternatives(problem, choice, klass, op),
                 again=klass in problem.again_classes,
                 loops=step_costs(op, strategy, derived, space.costs),
+                memory=op_bytes(space.costs, op, strategy, derived, lasting),
             )
         )
     return rows

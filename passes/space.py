@@ -17,8 +17,8 @@ from stpart_compiler.cost_models.compute import copy_seconds, op_seconds
 from stpart_compiler.ir.layout import Layout, form, max_local_numel, replicated, shard
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
-from stpart_compiler.ir.rule import SUM, block_shape
-from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Strategy, derive, factor_atom
+from stpart_compiler.ir.rule import SUM, TensorMap, block_shape
+from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Strategy, derive, factor_atom
 from stpart_compiler.passes.inner_rings import inner_op, inner_ring, inner_strategy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
@@ -75,27 +75,40 @@ class Costs:
 
     def op(self, op: OpNode, strategy: Strategy, derived: Derived) -> tuple[float, int]:
         """Seconds of one op on the busiest rank, and the bytes it sends while it runs."""
-        extents = block_extents(op, strategy)
-        compute, within = self._block_seconds(op, strategy, extents)
+        compute, within = self._block_seconds(op, strategy, self.extents(op, strategy))
         if strategy.steps == 1:
             return compute, within
-        added, joined = self._combine_seconds(op, derived)
-        compute += added * (strategy.steps - 1) / strategy.steps
-        moved, axes = _moving_bytes(op, derived)
+        steps = self.steps(strategy)
+        added, joined = self._combine_seconds(op, strategy, derived)
+        compute += added * (steps - 1) / steps
+        moved, axes = self._moving_bytes(op, strategy, derived)
         if not axes:
-            return compute * strategy.steps + joined, within * strategy.steps
+            return compute * steps + joined, within * steps
         link = self.link.link(axes)
         messages = sum(port.motion == MOVE for port in (*derived.inputs, *derived.outputs))
-        seconds = temporal_seconds(compute, moved, strategy.steps, link, messages)
-        return seconds + joined, moved * (strategy.steps - 1) + within * strategy.steps
+        seconds = temporal_seconds(compute, moved, steps, link, messages)
+        return seconds + joined, moved * (steps - 1) + within * steps
 
-    def _combine_seconds(self, op: OpNode, derived: Derived) -> tuple[float, float]:
+    # What `passes/formula.py` replaces by numbers that remember how they were made:
+
+    def extents(self, op: OpNode, strategy: Strategy) -> list[int]:
+        """Per factor, the size of the largest block that is computed at once."""
+        return block_extents(op, strategy)
+
+    def steps(self, strategy: Strategy) -> int:
+        return strategy.steps
+
+    def numel(self, op: OpNode, strategy: Strategy, tensor: TensorMap, port: Port) -> int:
+        """Elements of the largest block of an operand or result."""
+        return max_local_numel(port.layout)
+
+    def _combine_seconds(self, op: OpNode, strategy: Strategy, derived: Derived) -> tuple[float, float]:
         """Seconds of adding a step's results to those before, or to those that arrive; and of joining all steps'."""
         added = joined = 0.0
-        for port, result in zip(derived.outputs, op.call.results, strict=True):
+        for tensor, port, result in zip(op.rule.outputs, derived.outputs, op.call.results, strict=True):
             if result is None:
                 continue
-            nbytes = max_local_numel(port.layout) * result.dtype.itemsize
+            nbytes = self.numel(op, strategy, tensor, port) * result.dtype.itemsize
             if port.motion == SLICE:
                 joined += copy_seconds(nbytes, self.cluster)
             else:
@@ -125,23 +138,21 @@ class Costs:
             moved += within
         return seconds, moved
 
+    def _moving_bytes(self, op: OpNode, strategy: Strategy, derived: Derived) -> tuple[int, tuple[str, ...]]:
+        """Bytes that a rank sends between two steps, and the mesh axes along which they go."""
+        moved, axes = 0, set()
+        operands = zip(op.rule.inputs, derived.inputs, op.call.operands, strict=True)
+        results = zip(op.rule.outputs, derived.outputs, op.call.results, strict=True)
+        for tensor, port, value in (*operands, *results):
+            if port.motion == MOVE and value is not None:
+                moved += self.numel(op, strategy, tensor, port) * value.dtype.itemsize
+                axes |= {axis for axis, _ in port.shift}
+        return moved, tuple(sorted(axes))
+
 
 def block_extents(op: OpNode, strategy: Strategy) -> list[int]:
     """Per factor, the size of the largest block that is computed at once."""
     return [factor_atom(op.rule, strategy, f).largest for f in range(len(op.rule.factors))]
-
-
-def _moving_bytes(op: OpNode, derived: Derived) -> tuple[int, tuple[str, ...]]:
-    moved, axes = 0, set()
-    for port, operand in zip(derived.inputs, op.call.operands, strict=True):
-        if port.motion == MOVE:
-            moved += max_local_numel(port.layout) * operand.dtype.itemsize
-            axes |= {axis for axis, _ in port.shift}
-    for port, result in zip(derived.outputs, op.call.results, strict=True):
-        if port.motion == MOVE and result is not None:
-            moved += max_local_numel(port.layout) * result.dtype.itemsize
-            axes |= {axis for axis, _ in port.shift}
-    return moved, tuple(sorted(axes))
 
 
 @dataclass

@@ -5,6 +5,7 @@ from stpart_compiler.compile import compile_model
 from stpart_compiler.compiled import CompiledModel, load_compiled
 from stpart_compiler.cost_models.cluster import Cluster, load_cluster, presets
 from stpart_compiler.cost_models.timeline import Simulation
+from stpart_compiler.inspect.diff import PlanDiff, diff
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.problem import SolverOptions
@@ -28,12 +29,14 @@ __all__ = [
     "InfeasibleError",
     "Mesh",
     "Plan",
+    "PlanDiff",
     "Simulation",
     "SolverOptions",
     "StepResult",
     "VerificationError",
     "clip_grad_norm_",
     "compile_model",
+    "diff",
     "load_checkpoint",
     "load_cluster",
     "load_compiled",

@@ -15,8 +15,10 @@ from stpart_compiler.compile import annotate, compile_model
 from stpart_compiler.compiled import CompiledModel
 from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.demo import demo
+from stpart_compiler.inspect.diff import diff
 from stpart_compiler.inspect.doctor import diagnose
 from stpart_compiler.inspect.table import plan_table
+from stpart_compiler.ir.plan import Plan
 from stpart_compiler.local_ranks import RanksFailedError, launch, train_on_ranks
 from stpart_compiler.passes.emit_fx import annotated_code
 from stpart_compiler.passes.templates import templates
@@ -64,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     command = _model_command(commands, "plan", "choose a plan, print it and what it costs", _plan)
     command.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the plan as JSON")
     command.add_argument("--verbose", action="store_true", help="list ops that cost nothing too")
+
+    command = commands.add_parser("diff", help="what differs between two plans of one step")
+    for name in ("a", "b"):
+        command.add_argument(name, metavar=f"{name.upper()}.json", type=Path, help="a plan that `stpart plan -o` wrote")
+    command.add_argument("--verbose", action="store_true", help="list ops that cost nothing too")
+    command.set_defaults(command=_diff)
 
     command = _model_command(commands, "dump", "look at the partitioned step", _dump)
     what = command.add_mutually_exclusive_group(required=True)
@@ -174,6 +182,17 @@ def _plan(options: argparse.Namespace) -> int:
     if options.output is not None:
         options.output.write_text(plan.to_json())
         print(f"written to {options.output}")
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    plans = []
+    for path in (options.a, options.b):
+        try:
+            plans.append(Plan.from_json(path.read_text()))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    print(diff(*plans).text(options.verbose), end="")
     return 0
 
 

@@ -23,6 +23,7 @@ from stpart_compiler.passes.build_programs import BuildPrograms, Programs, input
 from stpart_compiler.passes.decompose import Decompose
 from stpart_compiler.passes.defer import DeferReductions
 from stpart_compiler.passes.fit_plan import FitPlan
+from stpart_compiler.passes.formula import OpFormulas
 from stpart_compiler.passes.fuse import FuseRegions, FuseScores
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.problem import SolverOptions
@@ -163,6 +164,7 @@ def compile_model(
         return DeferReductions(device).apply(programs.placement, programs.schedule, programs.artifacts)
 
     graph = graphs.of(decided.regions)
+    decided.formulas = OpFormulas(graph, search.costs, decided.strategies, frozenset(decided.recompute))
     made = (decided, programs.interface, programs.artifacts, graph, programs.placement)
     return CompiledModel(*made, model, again, defer, buckets)
 
@@ -359,6 +361,7 @@ class Search:
         return plan, programs
 
     def _build(self, plan: Plan) -> Programs:
+        plan.step_digest = self.graphs.plain.digest
         return BuildPrograms(self.costs.link, self.device).apply(self.graphs.of(plan.regions), plan, self.say)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Collection, Sequence
 
 from rich import box
 from rich.console import Console
@@ -12,7 +13,7 @@ from stpart_compiler.cost_models.sizes import format_bytes
 from stpart_compiler.ir.plan import Plan, PlanRow, layers_folded
 
 _COLUMNS = ("module", "op", "phase", "count", "strategy", "operands -> results", "moved", "time", "re-layout")
-_RIGHT = ("count", "moved", "time", "re-layout")
+_RIGHT = ("count", "moved", "time", "re-layout", "memory")
 
 
 def plan_table(plan: Plan, verbose: bool = False, most: int | None = None, width: int = 170) -> str:
@@ -23,25 +24,31 @@ def plan_table(plan: Plan, verbose: bool = False, most: int | None = None, width
     bring operands into place. Rows that cost nothing, such as views, are left out unless `verbose`. `most`: keep only
     that many rows, the most expensive ones. `width`: characters a line; longer cells are wrapped.
     """
-    rows = [row for row in plan.rows if verbose or _price(row) > 0]
-    kept = rows if most is None else sorted(rows, key=_price, reverse=True)[:most]
+    rows = [row for row in plan.rows if verbose or price(row) > 0]
+    kept = rows if most is None else sorted(rows, key=price, reverse=True)[:most]
     chosen = {id(row) for row in kept}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold", no_wrap=name == "module")
-    for module, group in _by_module([row for row in rows if id(row) in chosen]).items():
-        for index, row in enumerate(group):
-            table.add_row(module if index == 0 else "", *_cells(row), end_section=index == len(group) - 1)
-    text = _rendered(table, width)
+    lines = [
+        line
+        for module, group in by_module([r for r in rows if id(r) in chosen]).items()
+        for line in _lines(module, group)
+    ]
+    text = plain_table(_COLUMNS, lines, width, _RIGHT)
     left_out = len(rows) - len(kept)
     return f"{text}... {left_out} cheaper rows\n" if left_out else text
 
 
-def _price(row: PlanRow) -> float:
+def _lines(module: str, rows: list[PlanRow]) -> list[tuple[str, ...]]:
+    """A table's lines of one module, whose name stands in the first."""
+    return [(module if index == 0 else "", *row_cells(row)) for index, row in enumerate(rows)]
+
+
+def price(row: PlanRow) -> float:
+    """Seconds of all that a row counts, with the re-layouts of operands."""
     return row.count * row.seconds + row.redistribution_seconds
 
 
-def _by_module(rows: list[PlanRow]) -> dict[str, list[PlanRow]]:
+def by_module(rows: list[PlanRow]) -> dict[str, list[PlanRow]]:
+    """Rows by the path of their module, in which the layers that a row stands for are written as `*`."""
     groups: dict[str, list[PlanRow]] = {}
     for row in rows:
         path = layers_folded(row.module_path) if row.count > 1 else row.module_path
@@ -49,7 +56,8 @@ def _by_module(rows: list[PlanRow]) -> dict[str, list[PlanRow]]:
     return groups
 
 
-def _cells(row: PlanRow) -> list[str]:
+def row_cells(row: PlanRow) -> list[str]:
+    """The cells of a row, from "op" to "re-layout"."""
     return [
         row.op.removesuffix(".default"),
         "backward" if row.is_backward else "forward, again" if row.again else "forward",
@@ -57,19 +65,29 @@ def _cells(row: PlanRow) -> list[str]:
         row.strategy,
         f"{', '.join(row.inputs)} -> {', '.join(row.outputs)}",
         format_bytes(row.count * row.moved_bytes) if row.moved_bytes else "",
-        _time(row.count * row.seconds),
-        _time(row.redistribution_seconds),
+        time_text(row.count * row.seconds),
+        time_text(row.redistribution_seconds),
     ]
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Seconds as ms or us; nothing where there are none."""
     if not seconds:
         return ""
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
-def _rendered(table: Table, width: int) -> str:
-    """Plain text, without colours and without blanks at line ends."""
+def plain_table(columns: Sequence[str], lines: Sequence[Sequence[str]], width: int, right: Collection[str] = ()) -> str:
+    """Plain text, without colours and without blanks at line ends; the columns named in `right` are aligned there.
+
+    A line whose first cell is empty goes with the one before.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=index == 0)
+    grouped = any(not line[0] for line in lines)
+    for line, following in zip(lines, [*lines[1:], ("end",)], strict=True):
+        table.add_row(*line, end_section=grouped and bool(following[0]))
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False)
     console.print(table)
     file = console.file

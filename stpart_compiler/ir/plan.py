@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from stpart_compiler.ir.layout import Atom, Layout, digit_from_json, digit_to_json
 from stpart_compiler.ir.mesh import Mesh
@@ -44,6 +44,14 @@ class PlanRow:
     alternatives: list[tuple[str, float]] = field(default_factory=list)
     again: bool = False  # run once more in backward
     loops: list[StepCost] = field(default_factory=list)
+    memory: int = 0  # bytes per rank of one op's results (0 for views) and of what it needs besides while it runs
+
+
+class Formulas(Protocol):
+    """Costs of the ops of a plan as expressions: `passes/formula.py`."""
+
+    def formula(self, name: str, quantity: str) -> Any: ...
+    def symbols(self, name: str) -> dict[Any, float]: ...
 
 
 @dataclass
@@ -72,6 +80,8 @@ class Plan:
     solver: dict[str, Any] = field(default_factory=dict)
     regions: str | None = None
     recompute: list[str] = field(default_factory=list)
+    step_digest: str = ""  # of the graph without regions; the same for all plans of a step
+    formulas: Formulas | None = field(default=None, compare=False, repr=False)  # not in the JSON
 
     @property
     def gap(self) -> float:
@@ -110,6 +120,7 @@ class Plan:
             "discovered_ops": self.discovered_ops,
             "solver": self.solver,
             "regions": self.regions,
+            "step": self.step_digest,
         }
         return json.dumps(data, indent=1)
 
@@ -144,14 +155,13 @@ class Plan:
             solver=data["solver"],
             regions=data.get("regions"),
             recompute=data.get("recompute", []),
+            step_digest=data.get("step", ""),
         )
 
     def summary(self) -> str:
         """A few lines: mesh, predicted time and memory, proven gap, ratio to each yardstick."""
-        name = f"template {self.template}" if self.template else "solved"
-        name += ", from the cache" if self.solver.get("cached") else ""
         lines = [
-            f"plan ({name}) on mesh {self.mesh}, digest {self.digest[:12]}",
+            self.headline(),
             f"  predicted step {self.seconds * 1e3:.3f} ms, {self._proof()}",
             "  memory per rank: " + ", ".join(f"{key} {value / 2**20:.1f} MiB" for key, value in self.memory.items()),
         ]
@@ -167,6 +177,12 @@ class Plan:
         if self.discovered_ops:
             lines.append(f"  rules found by trial: {', '.join(self.discovered_ops)}")
         return "\n".join(lines)
+
+    def headline(self) -> str:
+        """One line: where the plan comes from, its mesh and digest."""
+        name = f"template {self.template}" if self.template else "solved"
+        name += ", from the cache" if self.solver.get("cached") else ""
+        return f"plan ({name}) on mesh {self.mesh}, digest {self.digest[:12]}"
 
     def _proof(self) -> str:
         return f"proven within {100 * self.gap:.1f} % of the best" if self.gap < 1 else "no bound: given, not solved"
@@ -214,6 +230,33 @@ class Plan:
             )
         loops = ((row, cost) for row in found for cost in row.loops)
         return Overlap(tuple(LoopOverlap(row.name, row.module_path, row.is_backward, cost) for row, cost in loops))
+
+    def formula(self, name: str, quantity: str) -> Any:
+        """What one op costs under its strategy, as a sympy expression; `str` or `sympy.latex` shows it.
+
+        `name`: graph node, or path of a module with one op. `quantity`: "compute" (FLOPs of a rank), "bytes_moved"
+        (bytes that it sends while the op runs), "memory" (bytes of results and of what it needs besides), "seconds".
+        With the values of `symbols(name)` the expression gives the number that the solver used: that number is made
+        by the same code. Symbols are b, s, h, p, e and others, see `passes/formula.py`.
+
+        Raises:
+            KeyError: no such op.
+            ValueError: no such quantity, a module with several ops, or the plan was read from a file.
+        """
+        return self._formulas().formula(name, quantity)
+
+    def symbols(self, name: str) -> dict[Any, float]:
+        """The values of the (sympy) symbols in the formulas of an op: `formula(...).subs(symbols(...))`.
+
+        Raises:
+            KeyError, ValueError: as `formula`.
+        """
+        return self._formulas().symbols(name)
+
+    def _formulas(self) -> Formulas:
+        if self.formulas is None:
+            raise ValueError("formula: a plan that was read from a file does not know its ops; compile_model(plan=...)")
+        return self.formulas
 
 
 def _row(data: dict[str, Any]) -> PlanRow:

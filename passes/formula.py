@@ -1,0 +1,230 @@
+"""What the strategy of an op costs, as expressions: the cost model run on numbers that remember how they were made.
+
+Symbols: b batch (dim 0 of the inputs), s their other dims but the last of numbers, h the size that most dims of
+parameters have, n_k another loop dim (k as in the strategy's text); p ranks of the mesh axis (p_r, p_c where several
+are wide), q blocks of a dim cut in time alone; e bytes of an element; F peak FLOP/s of a rank, eta the share of it that
+is reached, W bytes/s of its memory, l seconds to launch an op; B bytes/s of its link each way, L latency of a message.
+Of several values under one name all but the first have a number behind (e2). Blocks are written n/p where the sizes at
+hand divide, else with a ceiling. Where the cost model takes the larger of two, the one that is larger here is shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from stpart_compiler.cost_models.cluster import Cluster, Device
+from stpart_compiler.cost_models.compute import flops
+from stpart_compiler.cost_models.traced import Expr, Symbols, Traced, expression
+from stpart_compiler.ir.layout import Atom, Digit
+from stpart_compiler.ir.rule import TensorMap, block_shape
+from stpart_compiler.ir.spacetime import SLICE, Port, Strategy, derive
+from stpart_compiler.passes.held import op_bytes
+from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey, reached_from
+from stpart_compiler.passes.rules.region import Region
+from stpart_compiler.passes.space import Costs
+from stpart_compiler.passes.timeline import timeline
+
+QUANTITIES = ("compute", "bytes_moved", "memory", "seconds")
+
+
+@dataclass(frozen=True)
+class OpFormulas:
+    """Formulas of the ops of a graph under chosen strategies. `again`: ops of forward that backward runs again."""
+
+    graph: Annotated
+    costs: Costs
+    strategies: Mapping[str, Strategy]
+    again: frozenset[str]
+    known: dict[str, _Costed] = field(default_factory=dict, compare=False, repr=False)
+
+    def formula(self, name: str, quantity: str) -> Expr:
+        """The expression of one of QUANTITIES.
+
+        Raises:
+            KeyError: no such op.
+            ValueError: no such quantity, or a module path with several ops.
+        """
+        if quantity not in QUANTITIES:
+            raise ValueError(f"formula: {quantity!r} is unknown; expected one of {', '.join(QUANTITIES)}")
+        return expression(self._of(name).quantities[quantity])
+
+    def symbols(self, name: str) -> dict[Expr, float]:
+        """The values of the symbols in the formulas of an op.
+
+        Raises:
+            KeyError, ValueError: as `formula`.
+        """
+        costed = self._of(name)
+        used = {symbol for number in costed.quantities.values() for symbol in expression(number).free_symbols}
+        return {symbol: costed.symbols.values[symbol.name] for symbol in sorted(used, key=str)}
+
+    def _of(self, name: str) -> _Costed:
+        op = self._op(name)
+        if op.name not in self.known:
+            self.known[op.name] = self._costed(op)
+        return self.known[op.name]
+
+    def _op(self, name: str) -> OpNode:
+        if name in self.graph.by_name:
+            return self.graph.by_name[name]
+        inside = [op.name for op in self.graph.ops if op.module_path == name]
+        if len(inside) > 1:
+            raise ValueError(f"formula: module {name!r} has several ops: name one of {', '.join(inside)}")
+        if not inside:
+            raise KeyError(f"formula: no op or module {name!r}; plan.explain(module path) names the ops of a module")
+        return self.graph.by_name[inside[0]]
+
+    def _costed(self, op: OpNode) -> _Costed:
+        symbols = Symbols()
+        strategy = self.strategies[op.name]
+        places = self.places[op.name]
+        costs = _TracedCosts(_traced(self.costs.cluster, symbols), self.costs.mesh, symbols, places, self.hidden)
+        derived = derive(op.rule, strategy, self.costs.mesh)
+        op = costs.sized(op)
+        seconds, moved = costs.op(op, strategy, derived)
+        lasting = timeline(self.graph, self.again).lasting
+        return _Costed(
+            symbols,
+            {
+                "compute": costs.flops(op, strategy),
+                "bytes_moved": moved,
+                "memory": op_bytes(costs, op, strategy, derived, lasting),
+                "seconds": seconds,
+            },
+        )
+
+    @cached_property
+    def places(self) -> dict[str, frozenset[int]]:
+        """Per op, the factors that come from a dim of the inputs that is neither batch nor features."""
+
+        def is_place(key: ValueKey, dim: int) -> bool:
+            info = self.graph.values[key]
+            return 0 < dim < len(info.shape) - info.dtype.is_floating_point
+
+        return reached_from(self.graph.ops, self.graph.values, "input", is_place)
+
+    @cached_property
+    def hidden(self) -> int:
+        """The size that most dims of parameters have; 0 where there are none."""
+        sizes = [size for info in self.graph.captured.params for size in info.info.shape if size > 1]
+        return Counter(sizes).most_common(1)[0][0] if sizes else 0
+
+
+@dataclass(frozen=True)
+class _Costed:
+    symbols: Symbols
+    quantities: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _TracedCosts(Costs):
+    """The prices of one op on traced numbers. `places`: its factors that are called s; `hidden`: the size called h."""
+
+    symbols: Symbols
+    places: frozenset[int]
+    hidden: int
+
+    def extents(self, op: OpNode, strategy: Strategy) -> list[Any]:
+        return [self._block(op, strategy, f, with_time=True) for f in range(len(op.rule.factors))]
+
+    def steps(self, strategy: Strategy) -> Any:
+        times = [digit for digits in strategy.digits for digit in digits if digit.tau]
+        return self._parts(times[0]) if len(times) == 1 and times[0].q == strategy.steps else strategy.steps
+
+    def numel(self, op: OpNode, strategy: Strategy, tensor: TensorMap, port: Port) -> Any:
+        with_time = port.motion != SLICE
+        return math.prod(self._block(op, strategy, f, with_time) for dim in tensor for f in dim)
+
+    def flops(self, op: OpNode, strategy: Strategy) -> Any:
+        """Of one rank, in all steps."""
+        extents, call = self.extents(op, strategy), op.call
+        if isinstance(call.target, Region):
+            return sum(flops(x.call, *x.shapes(extents)) for x in call.target.body) * self.steps(strategy)
+        ins, outs = ([block_shape(tensor, extents) for tensor in maps] for maps in (op.rule.inputs, op.rule.outputs))
+        return flops(call, ins, outs) * self.steps(strategy)
+
+    def sized(self, op: OpNode) -> OpNode:
+        """The op with the bytes of elements traced."""
+        call, target = op.call, op.call.target
+        if isinstance(target, Region):
+            body = tuple(replace(x, call=self._sized_call(x.call)) for x in target.body)
+            call = replace(call, target=replace(target, body=body))
+        return replace(op, call=self._sized_call(call))
+
+    def _sized_call(self, call: Any) -> Any:
+        operands, results = (
+            tuple(None if x is None else replace(x, dtype=_Dtype.of(x.dtype, self.symbols)) for x in infos)
+            for infos in (call.operands, call.results)
+        )
+        return replace(call, operands=operands, results=results)
+
+    def _block(self, op: OpNode, strategy: Strategy, f: int, with_time: bool) -> Any:
+        """The largest block of a factor."""
+        factor, digits = op.rule.factors[f], strategy.digits[op.rule.driver(f)]
+        kept = tuple(replace(d, q=self._parts(d)) for d in digits if with_time or not d.tau)
+        size: Any = self.symbols.named(self._role(op, f), factor.size) if factor.size > 1 else factor.size
+        return Atom(size, kept, factor.window if kept else None).largest
+
+    def _role(self, op: OpNode, f: int) -> str:
+        if f in op.batch:
+            return "b"
+        if f in self.places:
+            return "s"
+        factor = op.rule.factors[f]
+        return "h" if factor.size == self.hidden else f"n_{factor.name}"
+
+    def _parts(self, digit: Digit) -> Any:
+        """The number of blocks that a digit makes: the ranks along its axes, or steps."""
+        axes = [axis for axis, _ in digit.coeffs if self.mesh.size[axis] == digit.q]
+        if digit.coeffs and not axes:
+            return digit.q
+        several = sum(size > 1 for size in self.mesh.sizes) > 1
+        name = "q" if not digit.coeffs else f"p_{axes[0]}" if several else "p"
+        return self.symbols.named(name, digit.q)
+
+
+@dataclass(frozen=True)
+class _Dtype:
+    """A dtype whose element size is traced."""
+
+    dtype: torch.dtype
+    itemsize: Traced
+
+    @staticmethod
+    def of(dtype: torch.dtype, symbols: Symbols) -> _Dtype:
+        return _Dtype(dtype, symbols.named("e", dtype.itemsize))
+
+
+@dataclass(frozen=True)
+class _TracedDevice(Device):
+    symbols: Symbols | None = field(default=None, compare=False)
+
+    def peak(self, dtype: Any) -> Any:
+        assert self.symbols is not None
+        return self.symbols.named("F", super().peak(dtype.dtype))
+
+    def efficiency(self, flops: Any) -> Any:
+        assert self.symbols is not None
+        return self.symbols.named("eta", super().efficiency(float(flops)))
+
+
+def _traced(cluster: Cluster, symbols: Symbols) -> Cluster:
+    """The cluster with symbols for its figures."""
+    given: dict[str, Any] = {f.name: getattr(cluster.device, f.name) for f in fields(Device)}
+    given["memory_bandwidth"] = symbols.named("W", cluster.device.memory_bandwidth)
+    given["launch_overhead"] = symbols.named("l", cluster.device.launch_overhead)
+    levels: list[Any] = []
+    for ranks, link in cluster.levels:
+        figures: dict[str, Any] = {
+            "latency": symbols.named("L", link.latency),
+            "bandwidth": symbols.named("B", link.bandwidth),
+        }
+        levels.append((ranks, replace(link, **figures)))
+    return replace(cluster, device=_TracedDevice(**given, symbols=symbols), levels=tuple(levels))
