@@ -145,6 +145,15 @@ class Memory:
                 total[members] += more
         return np.asarray(total.max(axis=1))
 
+    def changed(self, at_points: Bytes, choice: Assignment, root: int, other: int) -> Bytes:
+        """Bytes at each point where one root chooses otherwise. `at_points`: those under `choice`."""
+        trial = {**choice, root: other}
+        total = at_points + self.tables[root][other] - self.tables[root][choice[root]]
+        for mixed in self._around.get(root, []):
+            mixed.add(total, choice, self.sizes, -1)
+            mixed.add(total, trial, self.sizes)
+        return np.asarray(total)
+
     @cached_property
     def _around(self) -> dict[int, list[Mixed]]:
         found: dict[int, list[Mixed]] = {}

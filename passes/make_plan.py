@@ -8,19 +8,17 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from stpart_compiler.ir.layout import Layout
-from stpart_compiler.ir.plan import Plan, PlanRow
+from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.bound import FindBound, find_leanest
-from stpart_compiler.passes.held import op_bytes
 from stpart_compiler.passes.order import marked
+from stpart_compiler.passes.plan_rows import plan_rows
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
-from stpart_compiler.passes.propagate import Annotated, OpNode
+from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.recompute import FindRecompute
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
 from stpart_compiler.passes.space import BuildSpace, Choices, Costs, ParamChoices, Restriction, Space, strategy_of
-from stpart_compiler.passes.step_cost import step_costs
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
-from stpart_compiler.passes.timeline import timeline
 from stpart_compiler.passes.uses import Assignment
 from stpart_compiler.pauses import without_gc
 
@@ -32,10 +30,6 @@ TEMPLATE_GAP = 0.05
 
 SETS_TRIED = 8
 """Number of sets of ops to run again whose memory is worked out before the best is sought near one."""
-
-ALTERNATIVES = 3
-"""Number of other strategies a plan row lists."""
-
 
 Found = tuple[Space, Problem, Solution]
 
@@ -87,6 +81,12 @@ class MakePlan:
             bound = min(solution.bound, found.seconds)
             solution = replace(solution, choice=found.choice, seconds=found.seconds, bound=bound)
         return written_plan(graph, space, problem, solution, None, prices, self.options)
+
+    def least(self, graph: Annotated) -> int:
+        """Bytes per rank that some assignment needs, of those that need little."""
+        space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
+        problem = BuildProblem(self.options, again=marked(graph)).apply(space)
+        return memory_bytes(problem, find_leanest(problem))
 
     def _solved(self, space: Space, problem: Problem, hint: Assignment | None, progress: Progress) -> Found:
         """The cheapest assignment found; where memory is short, also with some of forward run again in backward."""
@@ -272,61 +272,3 @@ def written_plan(
         },
         recompute=[op.name for op in graph.ops if op.name in problem.again and op.klass in problem.again_classes],
     )
-
-
-def plan_rows(space: Space, problem: Problem, choice: Assignment) -> list[PlanRow]:
-    """What an assignment does and costs, per op class."""
-    relayout = _relayout_seconds(problem, choice)
-    lasting = timeline(space.graph, problem.again).lasting
-    rows = []
-    for klass, choices in enumerate(space.choices):
-        index, strategy = strategy_of(space, choice, klass)
-        derived = choices.derived[index]
-        op = choices.op
-        rows.append(
-            PlanRow(
-                name=op.name,
-                module_path=op.module_path,
-                op=str(op.call.target).removeprefix("aten."),
-                count=choices.count,
-                strategy=strategy.describe(op.rule),
-                inputs=[_port_text(port.layout, port.motion) for port in derived.inputs],
-                outputs=[_port_text(port.layout, port.motion) for port in derived.outputs],
-                seconds=choices.seconds[index],
-                moved_bytes=choices.moved[index],
-                redistribution_seconds=relayout.get(klass, 0.0),
-                is_backward=op.is_backward,
-                alternatives=_alternatives(problem, choice, klass, op),
-                again=klass in problem.again_classes,
-                loops=step_costs(op, strategy, derived, space.costs),
-                memory=op_bytes(space.costs, op, strategy, derived, lasting),
-            )
-        )
-    return rows
-
-
-def _port_text(layout: Layout, motion: str) -> str:
-    return f"{layout} moves" if motion == "move" else str(layout)
-
-
-def _relayout_seconds(problem: Problem, choice: Assignment) -> dict[int, float]:
-    """Per consuming op class, seconds of re-layouts of its operands (shared ones are counted at each use)."""
-    found: dict[int, float] = {}
-    for group in problem.uses:
-        for use in group:
-            i = 0 if use.from_root is None else use.side(choice, source=True)
-            j = 0 if use.to_root is None else use.side(choice, source=False)
-            if use.price[i][j]:
-                found[use.edge.consumer] = found.get(use.edge.consumer, 0.0) + use.price[i][j] / 1e9
-    return found
-
-
-def _alternatives(problem: Problem, choice: Assignment, klass: int, op: OpNode) -> list[tuple[str, float]]:
-    """The cheapest other strategies of a root with all else as it is: (strategy, seconds more per step)."""
-    choices = problem.space.choices[klass]
-    if choices.root != klass or len(choices.strategies) == 1:
-        return []
-    prices = problem.local(klass).prices(choice)
-    now = choice[klass]
-    others = sorted((price - prices[now], i) for i, price in enumerate(prices) if i != now)
-    return [(choices.strategies[i].describe(op.rule), more / 1e9) for more, i in others[:ALTERNATIVES]]

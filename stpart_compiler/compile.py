@@ -293,7 +293,36 @@ class Search:
     makers: dict[str | None, MakePlan] = dataclasses.field(default_factory=dict)
 
     def run(self) -> tuple[Plan, Programs]:
-        """The cheapest plan that fits. Where memory is short, regions may keep less, and run again what they do not."""
+        """The cheapest plan that fits.
+
+        Raises:
+            InfeasibleError: none fits; says which demands clash.
+        """
+        try:
+            return self._fitting()
+        except InfeasibleError as error:
+            raise InfeasibleError(f"{error}{self._clashing()}", error.least) from None
+
+    def _clashing(self) -> str:
+        """Which demand beside the limit could be dropped: the template, or whole parameters."""
+        freed = {
+            f"template={self.template!r}": self.template is not None and dataclasses.replace(self, template=None),
+            "parameters whole on every rank": self.restrictions.whole_parameters
+            and dataclasses.replace(self, restrictions=Restrictions()),
+        }
+        found = ""
+        for demand, search in freed.items():
+            if search and (least := search._least()) <= self.limit:
+                found += f". It clashes with {demand}: without that, {format_bytes(least)} would do"
+        return found
+
+    def _least(self) -> int:
+        """Bytes that some plan needs, by the solver's estimate."""
+        maker = MakePlan(self.costs, self.options, self.limit, None, self.restrictions.whole_parameters)
+        return maker.least(self.graphs.plain)
+
+    def _fitting(self) -> tuple[Plan, Programs]:
+        """Where memory is short, regions may keep less, and run again what they do not."""
         if self.template is not None:
             return self._run(regions_of(self.graphs, self.template))
         found: list[tuple[Plan, Programs]] = []
@@ -328,7 +357,7 @@ class Search:
                 return plan, programs
             self.say(f"the programs' peak is {format_bytes(over)} over the limit: solving again with less room")
             room = max(0, room - over - self.limit // 200)
-        raise _over_limit(plan, self.limit)
+        raise _over_limit(plan, self.limit, self.options)
 
     def _leanest(self, regions: str | None, least: int) -> tuple[Plan, Programs]:
         """Programs of the plans that need least by the solver's estimate: the first that fit.
@@ -342,7 +371,7 @@ class Search:
             if over <= 0:
                 return plan, programs
             tried.append(plan)
-        raise _over_limit(min(tried, key=lambda plan: plan.memory["peak"]), self.limit)
+        raise _over_limit(min(tried, key=lambda plan: plan.memory["peak"]), self.limit, self.options)
 
     def _attempt(self, regions: str | None, room: int) -> tuple[Plan, Programs, int]:
         """A plan within `room` bytes by the solver's estimate, and how far its programs are over the limit."""
@@ -350,6 +379,7 @@ class Search:
         maker = self.makers.setdefault(regions, new)
         plan = dataclasses.replace(maker, memory_limit=room).apply(self.graphs.of(regions), self.say)
         plan.regions = regions
+        plan.solver["memory_limit"] = room
         programs = self._build(plan)
         return plan, programs, _record_memory(plan, programs, self.options) - self.limit
 
@@ -357,7 +387,7 @@ class Search:
         """Programs of a given plan, if they fit."""
         programs = self._build(plan)
         if _record_memory(plan, programs, self.options) > self.limit:
-            raise _over_limit(plan, self.limit)
+            raise _over_limit(plan, self.limit, self.options)
         return plan, programs
 
     def _build(self, plan: Plan) -> Programs:
@@ -384,13 +414,29 @@ def _record_memory(plan: Plan, programs: Programs, options: SolverOptions) -> in
     return step + state
 
 
-def _over_limit(plan: Plan, limit: int) -> InfeasibleError:
-    least = plan.memory["peak"]
+def _over_limit(plan: Plan, limit: int, options: SolverOptions) -> InfeasibleError:
+    least, held, state = (plan.memory[name] for name in ("peak", "parameters", "optimizer state"))
+    parts = {
+        "parameters": held,
+        "inputs, activations and gradients at the peak of the step": plan.memory["step peak"] - held,
+        f"optimizer state ({options.optimizer})": state,
+    }
     return InfeasibleError(
         f"memory_limit: {format_bytes(limit)} per rank is too small; the leanest programs found need"
-        f" {format_bytes(least)} ({least} bytes): {format_bytes(plan.memory['parameters'])} of parameters,"
-        f" {format_bytes(plan.memory['step peak'] - plan.memory['parameters'])} of inputs, activations and gradients"
-        f" at the peak of the step, {format_bytes(plan.memory['optimizer state'])} of optimizer state."
-        " Raise the limit, use more ranks, or a smaller batch",
+        f" {format_bytes(least)} ({least} bytes): "
+        + ", ".join(f"{format_bytes(nbytes)} of {part}" for part, nbytes in parts.items())
+        + f". {_fewest_over(parts, limit)}. Raise the limit, use more ranks, or a smaller batch",
         least,
     )
+
+
+def _fewest_over(parts: dict[str, int], limit: int) -> str:
+    """The fewest parts that are over the limit together."""
+    chosen: list[str] = []
+    for part in sorted(parts, key=parts.__getitem__, reverse=True):
+        chosen.append(part)
+        if sum(parts[name] for name in chosen) > limit:
+            break
+    if len(chosen) == len(parts):
+        return "Any two of these would fit, all together do not"
+    return f"Over the limit {'alone' if len(chosen) == 1 else 'together'}: {' and '.join(chosen)}"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stpart_compiler as st
+from stpart_compiler.compile import Restrictions, _fewest_over
 from stpart_compiler.ir.plan import Plan
 
 QUICK = st.SolverOptions(time_limit_s=20.0, patience_s=0.5, yardsticks=False)
@@ -174,8 +175,9 @@ def test_memory_limit_that_no_plan_meets() -> None:
         "need",
         "of parameters",
         "of inputs, activations and gradients",
+        "of optimizer state (adamw). Over the limit alone: ",
     )
-    with says(st.InfeasibleError, *texts, "of optimizer state", "Raise the limit") as caught:
+    with says(st.InfeasibleError, *texts, "Raise the limit") as caught:
         compiled_net(x=x, model=net, memory_limit="1KiB")
     least = caught.value.least
     assert f"({least} bytes)" in str(caught.value)
@@ -186,6 +188,33 @@ def test_memory_limit_that_no_plan_meets() -> None:
     assert max(done.run_in_process(x).peak_bytes) <= 1.05 * done.plan.memory["step peak"] + weight
     with says(st.InfeasibleError, "is too small"):
         compiled_net(x=x, model=net, memory_limit=int(0.97 * least))
+
+
+def test_memory_limit_says_what_clashes_with_it() -> None:
+    """What is named as enough without the template is, and with the template it is not."""
+    net, x = Net(64, 1).double(), torch.randn(8, 64, dtype=torch.float64)
+    asked: dict[str, Any] = {"x": x, "model": net, "memory_limit": "100KiB"}
+    text = "It clashes with template='data': without that, "
+    with says(st.InfeasibleError, "Over the limit together: inputs", "and optimizer state (adamw)", text):
+        compiled_net(template="data", **asked)
+    with says(st.InfeasibleError, "It clashes with parameters whole on every rank: without that, "):
+        compiled_net(restrictions=Restrictions(whole_parameters=True), **asked)
+    assert compiled_net(**asked).plan.memory["peak"] <= 100 * 2**10
+    with says(st.InfeasibleError, "memory_limit: 8.00 KiB per rank is too small") as caught:
+        compiled_net(template="data", **asked | {"memory_limit": "8KiB"})
+    assert "clashes" not in str(caught.value), "nothing would do"
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ({"a": 5, "b": 11, "c": 3}, "Over the limit alone: b"),
+        ({"a": 5, "b": 6, "c": 3}, "Over the limit together: b and a"),
+        ({"a": 4, "b": 4, "c": 4}, "Any two of these would fit, all together do not"),
+    ],
+)
+def test_the_fewest_parts_over_a_limit(parts: dict[str, int], text: str) -> None:
+    assert _fewest_over(parts, 10) == text
 
 
 @pytest.mark.parametrize("limit", ["16 apples", "", "GiB", "-3MiB", -1, float("nan")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.overlap import LoopOverlap, Overlap, StepCost
 from stpart_compiler.ir.spacetime import Strategy
 
-FORMAT = 1
+FORMAT = 2
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -23,11 +24,26 @@ def layers_folded(module_path: str) -> str:
     return _LAYER_NUMBER.sub("*", module_path)
 
 
+@dataclass(frozen=True)
+class Alternative:
+    """Another strategy of an op with all else as it is (what follows the op follows).
+
+    What it costs more per step in seconds, and how much of that is compute and transfers of ops, the rest being
+    re-layouts; bytes per rank more at the peak.
+    """
+
+    strategy: str
+    seconds: float
+    compute: float
+    memory: int
+
+
 @dataclass
 class PlanRow:
     """Cost of one op class, per step on the busiest rank: seconds of compute and transfer, bytes moved per rank.
 
-    `loops`: the cost of one temporal step, of loops in which something travels between steps.
+    `name` is the first of its ops, `twins` are the others, with their module paths. `follows`: the op or parameter
+    that decides for it. `loops`: the cost of one temporal step, of loops in which something travels between steps.
     """
 
     name: str
@@ -41,9 +57,11 @@ class PlanRow:
     moved_bytes: int
     redistribution_seconds: float
     is_backward: bool
-    alternatives: list[tuple[str, float]] = field(default_factory=list)
+    alternatives: list[Alternative] = field(default_factory=list)
     again: bool = False  # run once more in backward
     loops: list[StepCost] = field(default_factory=list)
+    follows: str = ""
+    twins: dict[str, str] = field(default_factory=dict)
     memory: int = 0  # bytes per rank of one op's results (0 for views) and of what it needs besides while it runs
 
 
@@ -190,25 +208,36 @@ class Plan:
     def explain(self, name: str) -> str:
         """Why an op (graph node or module path) is placed as it is: its layouts, cost, and the best alternatives here.
 
+        An alternative is priced with all other decisions as they are: what it costs more, of which re-layouts around
+        it, and what it needs more at the peak of memory. An op that follows another has none of its own.
+
         Raises:
             KeyError: no op of that name or module path.
         """
-        rows = [row for row in self.rows if name in (row.name, row.module_path)]
+        rows = [row for row in self.rows if name in (row.name, row.module_path, *row.twins, *row.twins.values())]
         if not rows:
             known = ", ".join(sorted({row.module_path for row in self.rows if row.module_path})[:20])
             raise KeyError(f"plan: no op or module {name!r}; module paths include {known}")
-        lines = []
-        for row in rows:
-            phase = "backward" if row.is_backward else "forward and again in backward" if row.again else "forward"
-            lines.append(f"{row.name} ({row.op}, {row.module_path}, {phase}, x{row.count}): {row.strategy}")
-            lines.append(f"  {', '.join(row.inputs)} -> {', '.join(row.outputs)}")
-            lines.append(
-                f"  {row.seconds * 1e6:.1f} us, {row.moved_bytes} bytes moved, re-layout of operands"
-                f" {row.redistribution_seconds * 1e6:.1f} us"
-            )
-            for strategy, extra in row.alternatives:
-                lines.append(f"  instead {strategy}: {extra * 1e6:+.1f} us with all else as it is")
-        return "\n".join(lines)
+        return "\n".join(line for row in rows for line in self._why(row))
+
+    def _why(self, row: PlanRow) -> Iterator[str]:
+        phase = "backward" if row.is_backward else "forward and again in backward" if row.again else "forward"
+        yield f"{row.name} ({row.op}, {row.module_path}, {phase}, x{row.count}): {row.strategy}"
+        yield f"  {', '.join(row.inputs)} -> {', '.join(row.outputs)}"
+        yield (
+            f"  {row.seconds * 1e6:.1f} us, {row.moved_bytes} bytes moved, re-layout of operands"
+            f" {row.redistribution_seconds * 1e6:.1f} us, {row.memory} bytes of memory"
+        )
+        if row.follows:
+            yield f"  follows {row.follows}, which decides for it"
+        limit = self.solver.get("memory_limit")
+        for other in row.alternatives:
+            text = f"  instead {other.strategy}: {other.seconds * 1e6:+.1f} us with all else as it is"
+            text += f" (re-layouts {(other.seconds - other.compute) * 1e6:+.1f} us)"
+            if other.memory:
+                over = limit is not None and self.memory.get("solver estimate", 0) + other.memory > limit
+                text += f", {other.memory:+d} bytes at the peak{', over the limit' if over else ''}"
+            yield text
 
     def overlap_condition(self, module_path: str) -> Overlap:
         """When the transfers of a module's temporal loops hide behind their compute (METP's full-overlap condition).
@@ -261,7 +290,7 @@ class Plan:
 
 def _row(data: dict[str, Any]) -> PlanRow:
     row = PlanRow(**data)
-    row.alternatives = [(text, float(extra)) for text, extra in row.alternatives]
+    row.alternatives = [Alternative(**other) for other in data["alternatives"]]
     row.loops = [StepCost(**cost) for cost in data.get("loops", ())]
     return row
 

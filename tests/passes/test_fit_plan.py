@@ -68,7 +68,7 @@ def test_other_sizes_keep_the_strategies(plan: Plan, size: int, length: int) -> 
 def test_prices_are_those_of_the_new_sizes(plan: Plan) -> None:
     again = compiled(batch(8, 6), plan=dataclasses.replace(plan, graph_digest="other")).plan
     assert again.seconds == pytest.approx(plan.seconds)
-    assert [dataclasses.replace(row, alternatives=[]) for row in plan.rows] == again.rows
+    assert [dataclasses.replace(row, alternatives=[], follows="") for row in plan.rows] == again.rows
     larger = compiled(batch(16, 12), plan=plan).plan
     assert larger.seconds > 1.5 * plan.seconds and larger.memory["peak"] > plan.memory["peak"]
     assert "no bound: given, not solved" in larger.summary()
