@@ -17,5 +17,6 @@ settings.load_profile("deterministic")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", action="store_true", help="also strategies that differ by the names of mesh axes alone")
 
+
 # Tests solve, whatever was solved before; processes that they start inherit this.
 os.environ["STPART_CACHE"] = "off"

@@ -28,7 +28,7 @@ from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.space import BuildSpace, Costs
 from stpart_compiler.presets import PRESETS, causal_lm
 
-QUICK = SolverOptions(time_limit_s=3.0, patience_s=0.3)
+QUICK = SolverOptions(time_limit_s=3.0, patience_s=0.3, yardsticks=False)
 LAYERS = {"llama-tiny": "num_hidden_layers", "gpt2-tiny": "n_layer"}
 
 
