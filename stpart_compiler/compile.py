@@ -15,6 +15,7 @@ from stpart_compiler.capture import Captured, capture
 from stpart_compiler.compiled import CompiledModel
 from stpart_compiler.cost_models.cluster import Cluster, load_cluster
 from stpart_compiler.cost_models.sizes import format_bytes, parse_bytes
+from stpart_compiler.grids import over_hierarchy
 from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.ir.artifact import Deferred
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
@@ -79,7 +80,8 @@ def compile_model(
     Args:
         model: may be on the meta device for planning. Not changed.
         example_args, example_kwargs: global inputs (real or meta tensors); they fix shapes and dtypes.
-        mesh: `4`, `(2, 2)`, `{"r": 2, "c": 2}` or a torch DeviceMesh.
+        mesh: `4`, `(2, 2)`, `{"r": 2, "c": 2}` or a torch DeviceMesh. A plain number of ranks that spans several
+            levels of the cluster is also tried as two axes, the inner one within a level, and the cheapest plan taken.
         memory_limit: bytes or a text such as "16GiB", per rank; None: the cluster device's memory.
         cluster: preset name, path of a TOML, or Cluster; None: a generic preset of the device type.
         template: None solves; else one of `templates()`, the named plan.
@@ -115,8 +117,8 @@ def compile_model(
     device = torch.device(device)
     prices = load_cluster(cluster, device.type)
     limit = _bytes(memory_limit) if memory_limit is not None else prices.device.memory
-    grid = _grid(asked, template, plan)
-    prices.check_mesh(grid)
+    prices.check_mesh(asked)
+    grids = _grids(mesh, asked, prices, template, plan)
     dumper = Dumper(dump_dir)
     say("capture")
     captured = capture(model, tuple(example_args), dict(example_kwargs or {}), loss_fn=loss_fn, training=training)
@@ -124,22 +126,27 @@ def compile_model(
     graphs = Graphs(annotate(captured, dumper), dumper)
     say(f"propagate: {len(graphs.plain.ops)} ops in {len(graphs.plain.classes)} classes")
     limits = restrictions or Restrictions()
-    search = Search(graphs, Costs(prices, grid), limit, options, template, limits, device, say)
-    cache = plan_cache(graphs.plain, asked, search.costs, limit, options, template, (limits, device.type))
+    searches = {
+        grid: Search(graphs, Costs(prices, grid), limit, options, template, limits, device, say) for grid in grids
+    }
+    cache = plan_cache(graphs.plain, asked, prices, limit, options, template, (limits, device.type, grids))
+
+    def checked(known: Plan) -> tuple[Plan, Programs]:
+        return searches[known.mesh].checked(known)
 
     def solve() -> tuple[Plan, Programs]:
         if plan is not None:
             graph = graphs.of(plan.regions)
-            return search.checked(FitPlan(search.costs, options).apply(plan, graph, asked))
+            return checked(FitPlan(searches[plan.mesh].costs, options).apply(plan, graph, asked))
         known = cache.load()
         if known is not None:
             say(f"plan taken from the cache: {cache.path}")
-            return search.checked(known)
-        found, programs = search.run()
+            return checked(known)
+        found, programs = _on_best_mesh(list(searches.values()))
         cache.store(found)
         return found, programs
 
-    decided, programs = agree_on_plan(graphs.plain.digest, solve, search.checked)
+    decided, programs = agree_on_plan(graphs.plain.digest, solve, checked)
     dumper.plan(decided)
     dumper.programs(programs.artifacts)
 
@@ -164,7 +171,7 @@ def compile_model(
         return DeferReductions(device).apply(programs.placement, programs.schedule, programs.artifacts)
 
     graph = graphs.of(decided.regions)
-    decided.formulas = OpFormulas(graph, search.costs, decided.strategies, frozenset(decided.recompute))
+    decided.formulas = OpFormulas(graph, searches[decided.mesh].costs, decided.strategies, frozenset(decided.recompute))
     made = (decided, programs.interface, programs.artifacts, graph, programs.placement)
     return CompiledModel(*made, model, again, defer, buckets)
 
@@ -239,6 +246,19 @@ def _grid(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
         if root > 1 and root * root == size:
             return mesh.factored(axis, (root, root))
     return mesh
+
+
+def _grids(spec: Any, mesh: Mesh, cluster: Cluster, name: str | None, plan: Plan | None) -> list[Mesh]:
+    """The meshes that are tried: of a plain number of ranks also those whose axes follow the cluster's levels."""
+    grids = [_grid(mesh, name, plan)]
+    if isinstance(spec, int) and plan is None:
+        grids += [_grid(other, name, None) for other in over_hierarchy(spec, cluster)]
+    if name is not None:
+        grids = [grid for grid in grids if named_template(name).applies(grid) is None] or grids[:1]
+    distinct: dict[tuple[int, ...], Mesh] = {}
+    for grid in grids:
+        distinct.setdefault(grid.sizes, grid)
+    return list(distinct.values())
 
 
 def _two_axes(mesh: Mesh) -> Mesh:
@@ -393,6 +413,29 @@ class Search:
     def _build(self, plan: Plan) -> Programs:
         plan.step_digest = self.graphs.plain.digest
         return BuildPrograms(self.costs.link, self.device).apply(self.graphs.of(plan.regions), plan, self.say)
+
+
+def _on_best_mesh(searches: list[Search]) -> tuple[Plan, Programs]:
+    """The cheapest plan over the meshes that are tried; the plan says what each would cost.
+
+    Raises:
+        InfeasibleError: on no mesh a plan fits.
+    """
+    found: list[tuple[Plan, Programs]] = []
+    short: list[InfeasibleError] = []
+    for search in searches:
+        if len(searches) > 1:
+            search.say(f"mesh {search.costs.mesh}")
+        try:
+            found.append(search.run())
+        except InfeasibleError as error:
+            short.append(error)
+    if not found:
+        raise min(short, key=lambda error: error.least)
+    plan, programs = _cheapest(found)
+    if len(searches) > 1:
+        plan.solver["meshes"] = {str(other.mesh): other.seconds for other, _ in found}
+    return plan, programs
 
 
 def _cheapest(found: list[tuple[Plan, Programs]]) -> tuple[Plan, Programs]:

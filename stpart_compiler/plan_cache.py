@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
+from stpart_compiler.cost_models.cluster import Cluster
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated
-from stpart_compiler.passes.space import Costs
 
 VARIABLE = "STPART_CACHE"
 OFF = ("off", "0")
@@ -73,7 +73,7 @@ class PlanCache:
 def plan_cache(
     graph: Annotated,
     mesh: Mesh,
-    costs: Costs,
+    cluster: Cluster,
     memory_limit: int,
     options: SolverOptions,
     template: str | None,
@@ -83,7 +83,7 @@ def plan_cache(
     folder = _folder()
     if folder is None:
         return PlanCache(None)
-    asked = (mesh, costs.mesh, costs.cluster, memory_limit, dataclasses.asdict(options), template)
+    asked = (mesh, cluster, memory_limit, dataclasses.asdict(options), template)
     rules = [f"{members[0].rule!r}{sorted(members[0].movable)}" for members in graph.classes]
     ops = [f"{op.name} {op.module_path} {op.klass} {op.checkpoint}" for op in graph.ops]  # not all of it in the digest
     key = _digest([graph.digest, *rules, *ops, *map(repr, asked), *map(repr, further), *_versions()])

@@ -19,7 +19,6 @@ from stpart_compiler.capture import capture
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.propagate import Annotated
-from stpart_compiler.passes.space import Costs
 
 X = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -146,8 +145,7 @@ def graph() -> Annotated:
 
 def test_the_key_holds_all_that_decides(cache: Path, graph: Annotated, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = parse_mesh(4)
-    costs = Costs(CLUSTER, mesh)
-    usual: dict[str, Any] = {"graph": graph, "mesh": mesh, "costs": costs, "memory_limit": 100, "options": SOLVER}
+    usual: dict[str, Any] = {"graph": graph, "mesh": mesh, "cluster": CLUSTER, "memory_limit": 100, "options": SOLVER}
     usual |= {"template": None, "further": (1,)}
     ranks, link = CLUSTER.levels[0]
     slower = replace(CLUSTER, levels=((ranks, replace(link, latency=2e-9)),))
@@ -157,8 +155,7 @@ def test_the_key_holds_all_that_decides(cache: Path, graph: Annotated, monkeypat
         {"graph": compile_.annotate(capture(model(), (X[:6],)))},
         {"graph": replace(graph, ops=[again, *graph.ops[1:]])},
         {"mesh": parse_mesh({"ranks": 4})},
-        {"costs": Costs(CLUSTER, mesh.factored("d", (2, 2)))},
-        {"costs": Costs(slower, mesh)},
+        {"cluster": slower},
         {"memory_limit": 101},
         {"options": replace(SOLVER, optimizer="sgd")},
         {"template": "data"},
@@ -176,7 +173,7 @@ def test_the_key_holds_all_that_decides(cache: Path, graph: Annotated, monkeypat
 
 def test_where_it_is(graph: Annotated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def folder() -> Path | None:
-        path = plan_cache.plan_cache(graph, parse_mesh(2), Costs(CLUSTER, parse_mesh(2)), 1, SOLVER, None, ()).path
+        path = plan_cache.plan_cache(graph, parse_mesh(2), CLUSTER, 1, SOLVER, None, ()).path
         return None if path is None else path.parent
 
     monkeypatch.delenv(plan_cache.VARIABLE)
