@@ -10,6 +10,7 @@ import torch
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.bound import FindBound, find_leanest
+from stpart_compiler.passes.narrow import only_choices
 from stpart_compiler.passes.order import marked
 from stpart_compiler.passes.plan_rows import plan_rows
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
@@ -27,6 +28,9 @@ Progress = Callable[[str], None]
 TEMPLATE_PATIENCE_S = 0.5
 TEMPLATE_GAP = 0.05
 """A template is a yardstick and a first hint: its own best is not worth a long search."""
+
+SPATIAL_ONLY = "best spatial-only"
+"""Name of the yardstick that is the solver itself with temporal maps switched off."""
 
 SETS_TRIED = 8
 """Number of sets of ops to run again whose memory is worked out before the best is sought near one."""
@@ -65,14 +69,15 @@ class MakePlan:
         if self.name is not None:
             space, problem, solution = self._template(graph, template(self.name))
             return written_plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
-        if self.known.yardsticks is None:
-            self.known.yardsticks = self._yardsticks(graph, progress) if self.options.yardsticks else {}
-        yardsticks = {name: found for name, found in self.known.yardsticks.items() if self._fits(found)}
-        prices = {name: found[2].seconds for name, found in yardsticks.items()}
         if self.known.whole is None:
             space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
             self.known.whole = (space, BuildProblem(self.options, again=marked(graph)).apply(space))
         space, problem = self.known.whole
+        if self.known.yardsticks is None:
+            self.known.yardsticks = self._yardsticks(graph, progress) if self.options.yardsticks else {}
+            self.known.yardsticks |= self._spatial_only(space, progress) if self.options.spatial_only else {}
+        yardsticks = {name: found for name, found in self.known.yardsticks.items() if self._fits(found)}
+        prices = {name: found[2].seconds for name, found in yardsticks.items()}
         space, problem, solution = self._solved(space, problem, self._hint(problem, yardsticks), progress)
         best = min(yardsticks.values(), key=lambda found: found[2].seconds, default=None)
         if best is not None and best[2].seconds < solution.seconds:
@@ -80,6 +85,8 @@ class MakePlan:
             space, problem, found = best
             bound = min(solution.bound, found.seconds)
             solution = replace(solution, choice=found.choice, seconds=found.seconds, bound=bound)
+        if SPATIAL_ONLY in prices and _is_spatial(space, solution.choice):
+            prices[SPATIAL_ONLY] = min(prices[SPATIAL_ONLY], solution.seconds)
         return written_plan(graph, space, problem, solution, None, prices, self.options)
 
     def least(self, graph: Annotated) -> int:
@@ -191,6 +198,19 @@ class MakePlan:
             progress(f"template {chosen.name}: {found[chosen.name][2].seconds * 1e3:.3f} ms")
         return found
 
+    def _spatial_only(self, space: Space, progress: Progress) -> dict[str, Found]:
+        """The best plan found in the part of the space without temporal maps, if one fits."""
+        progress("solving without temporal maps")
+        space = without_temporal(space)
+        problem = BuildProblem(self.options, again=marked(space.graph)).apply(space)
+        try:
+            found = self._solved(space, problem, None, progress)
+        except InfeasibleError:
+            progress(f"{SPATIAL_ONLY}: does not fit in the memory limit")
+            return {}
+        progress(f"{SPATIAL_ONLY}: {found[2].seconds * 1e3:.3f} ms")
+        return {SPATIAL_ONLY: found}
+
     def _hint(self, problem: Problem, yardsticks: dict[str, Found]) -> Assignment | None:
         """The best of the templates as an assignment of the whole space."""
         best: tuple[float, Assignment] | None = None
@@ -207,6 +227,32 @@ class MakePlan:
 def is_fused(graph: Annotated) -> bool:
     """Whether the graph has regions."""
     return any(isinstance(members[0].call.target, Region) for members in graph.classes)
+
+
+def without_temporal(space: Space) -> Space:
+    """The part of the space in which no op takes several steps, nor a ring inside of it.
+
+    A root that would have no choice left keeps all: an op that is worth cutting at any price may know temporal maps
+    alone.
+    """
+    sizes = {-1 - index: len(params.layouts) for index, params in enumerate(space.params)}
+    sizes |= {klass: len(own.strategies) for klass, own in enumerate(space.choices) if own.root == klass}
+    timed: dict[int, set[int]] = {root: set() for root in sizes}
+    for found in space.choices:
+        for s in range(len(found.strategies)):
+            if _is_timed(found, s):
+                timed[found.root].update(found.members[s])
+    kept = {root: [i for i in range(n) if i not in timed[root]] or list(range(n)) for root, n in sizes.items()}
+    return only_choices(space, kept)
+
+
+def _is_timed(found: Choices, s: int) -> bool:
+    return found.strategies[s].steps > 1 or found.moved[s] > 0
+
+
+def _is_spatial(space: Space, choice: Assignment) -> bool:
+    chosen = ((found, strategy_of(space, choice, klass)[0]) for klass, found in enumerate(space.choices))
+    return not any(_is_timed(found, s) for found, s in chosen)
 
 
 def only_chosen(space: Space, choice: Assignment) -> Space:

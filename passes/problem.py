@@ -18,7 +18,8 @@ class SolverOptions:
 
     `workers`: threads. `patience_s`: stop when no better plan came for so long. `optimizer`: "adamw", "momentum" or
     "sgd", whose state counts against the memory limit. `yardsticks`: price the templates first, which gives first plans
-    and what the report compares with; without them a small problem is solved sooner.
+    and what the report compares with; without them a small problem is solved sooner. `spatial_only`: also find the best
+    plan without temporal maps, for the report.
     """
 
     seed: int = 0
@@ -28,6 +29,7 @@ class SolverOptions:
     patience_s: float = 3.0
     optimizer: str = "adamw"
     yardsticks: bool = True
+    spatial_only: bool = False
 
 
 @dataclass

@@ -21,6 +21,7 @@ from stpart_compiler.inspect.table import plan_table
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.local_ranks import RanksFailedError, launch, train_on_ranks
 from stpart_compiler.passes.emit_fx import annotated_code
+from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.templates import templates
 from stpart_compiler.presets import PRESETS, TrainingStep, load_step
 from stpart_compiler.progress import progress_lines
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     command = _model_command(commands, "plan", "choose a plan, print it and what it costs", _plan)
     command.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the plan as JSON")
     command.add_argument("--verbose", action="store_true", help="list ops that cost nothing too")
+    command.add_argument("--yardsticks", action="store_true", help="price the best plan without temporal maps too")
 
     command = commands.add_parser("diff", help="what differs between two plans of one step")
     for name in ("a", "b"):
@@ -144,7 +146,9 @@ def parse_mesh_text(text: str) -> int | tuple[int, ...] | dict[str, int]:
     return dict(pairs)
 
 
-def _compile(options: argparse.Namespace, step: TrainingStep, dump_dir: Path | None = None) -> CompiledModel:
+def _compile(
+    options: argparse.Namespace, step: TrainingStep, dump_dir: Path | None = None, solver: SolverOptions | None = None
+) -> CompiledModel:
     with progress_lines() as say:
         return compile_model(
             step.model,
@@ -155,14 +159,17 @@ def _compile(options: argparse.Namespace, step: TrainingStep, dump_dir: Path | N
             cluster=options.cluster,
             template=options.template,
             loss_fn=step.loss_fn,
+            solver=solver,
             dump_dir=dump_dir,
             progress=say,
         )
 
 
-def _planned(options: argparse.Namespace, dump_dir: Path | None = None) -> CompiledModel:
+def _planned(
+    options: argparse.Namespace, dump_dir: Path | None = None, solver: SolverOptions | None = None
+) -> CompiledModel:
     """Compiled for planning: the named models hold no values then."""
-    return _compile(options, load_step(options.model, options.batch, options.seq, device="meta"), dump_dir)
+    return _compile(options, load_step(options.model, options.batch, options.seq, device="meta"), dump_dir, solver)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -175,7 +182,9 @@ def _doctor(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     if options.output is not None:
         _check_writable(options.output)
-    plan = _planned(options).plan
+    if options.yardsticks and options.template:
+        raise ValueError("--yardsticks: only where the plan is solved for; leave --template out")
+    plan = _planned(options, solver=SolverOptions(spatial_only=options.yardsticks)).plan
     print(plan.summary())
     print()
     print(plan_table(plan, options.verbose))

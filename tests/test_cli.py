@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -104,6 +105,13 @@ def test_plan_prints_the_table_and_writes_json(model: str, tmp_path: Path, capsy
     assert plan.template == "zero3" and plan.digest[:12] in printed.out
     assert "operands -> results" in printed.out
     assert "] capture" in printed.err, "plain progress lines when the stream is no terminal"
+
+
+def test_yardsticks_show_the_best_plan_without_temporal_maps(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", model, "--mesh", "2x2", "--yardsticks"]) == 0
+    assert re.search(r"\n  best spatial-only: \d+\.\d+ ms, \d\.\d\dx this plan\n", capsys.readouterr().out)
+    message = error_of(["plan", model, "--mesh", "2x2", "--yardsticks", "--template", "data"], capsys)
+    assert message == "--yardsticks: only where the plan is solved for; leave --template out"
 
 
 def test_a_file_that_cannot_be_written_stops_before_the_work(

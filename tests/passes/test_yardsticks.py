@@ -1,0 +1,99 @@
+"""What plans are compared with: the best plan without temporal maps, and templates priced with what they overlap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import stpart_compiler as st
+from stpart_compiler.capture import capture
+from stpart_compiler.compile import annotate
+from stpart_compiler.cost_models.cluster import Device, Link
+from stpart_compiler.ir.mesh import parse_mesh
+from stpart_compiler.passes.make_plan import SPATIAL_ONLY, MakePlan, without_temporal
+from stpart_compiler.passes.problem import BuildProblem
+from stpart_compiler.passes.propagate import Annotated
+from stpart_compiler.passes.solve import Solve
+from stpart_compiler.passes.space import BuildSpace, Costs
+from stpart_compiler.passes.templates import template
+from stpart_compiler.passes.uses import HIDDEN_SHARE
+
+SOLVER = st.SolverOptions(time_limit_s=5, patience_s=0.5, yardsticks=False)
+MESH = parse_mesh(4)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def graph_of(rows: int, width: int) -> Annotated:
+    with torch.device("meta"):
+        return annotate(capture(Net(width), (torch.zeros(rows, width),)))
+
+
+def cluster(bandwidth: float) -> st.Cluster:
+    """Ranks of 1 TFLOP/s, whose products take 34 us on a quarter of the batch."""
+    device = Device("even", "cpu", (("float32", 1e12),), 2**34, 1e15)
+    return st.Cluster("even", device, ((None, Link(0.0, bandwidth)),))
+
+
+@pytest.mark.parametrize("name", ["data", "zero3"])
+def test_reduced_gradients_and_fetched_parameters_hide_behind_products(name: str) -> None:
+    graph = graph_of(1024, 256)
+    fast, slow = (_exposed_share(graph, name, bandwidth) for bandwidth in (1e11, 1e9))
+    assert fast < 1.5 * HIDDEN_SHARE, "all is hidden"
+    assert 0.75 < slow < 0.95, "a product hides of a transfer what it takes itself"
+
+
+def _exposed_share(graph: Annotated, name: str, bandwidth: float) -> float:
+    """Of the time of all re-layouts of a template's plan, the part that is priced."""
+    costs = Costs(cluster(bandwidth), MESH)
+    space = BuildSpace(costs).apply(graph, template(name).restriction)
+    problem = BuildProblem(SOLVER).apply(space)
+    choice = Solve(SOLVER).apply(problem).choice
+    whole = priced = 0.0
+    for use in [use for group in problem.uses for use in group]:
+        source, target = (use.side(choice, source=side) for side in (True, False))
+        itemsize = use.edge.value.dtype.itemsize
+        whole += use.edge.count * costs.relayout(use.from_layouts[source], use.to_layouts[target], itemsize)
+        priced += use.edge.count * use.price[source][target] / 1e9
+    return priced / whole
+
+
+def test_the_best_plan_without_temporal_maps() -> None:
+    graph, prices = graph_of(128, 1024), cluster(1e10)
+    options = replace(SOLVER, spatial_only=True)
+    plan = MakePlan(Costs(prices, MESH), options, 10**12).apply(graph)
+    alone = plan.yardsticks[SPATIAL_ONLY]
+    assert any(s.steps > 1 for s in plan.strategies.values()) and plan.seconds < alone
+    assert f"{SPATIAL_ONLY}: {alone * 1e3:.3f} ms, {alone / plan.seconds:.2f}x this plan" in plan.summary()
+    one = MakePlan(Costs(prices, parse_mesh(1)), options, 10**12).apply(graph)
+    assert one.yardsticks == {SPATIAL_ONLY: one.seconds}, "one rank has no temporal maps"
+    assert MakePlan(Costs(prices, parse_mesh(1)), SOLVER, 10**12).apply(graph).yardsticks == {}
+
+
+def test_the_space_without_temporal_maps() -> None:
+    """The same roots with fewer choices: what is left costs what it cost."""
+    space = BuildSpace(Costs(cluster(1e10), parse_mesh((2, 2)))).apply(graph_of(128, 64))
+    less = without_temporal(space)
+    whole, part = (BuildProblem(SOLVER).apply(s) for s in (space, less))
+    assert any(s.steps > 1 for found in space.choices for s in found.strategies)
+    assert all(s.steps == 1 for found in less.choices for s in found.strategies)
+    assert part.roots.keys() == whole.roots.keys() and part.roots != whole.roots
+    for before, after in zip(space.choices, less.choices, strict=True):
+        if before.root == before.op.klass:
+            numbers = [before.strategies.index(s) for s in after.strategies]
+            assert [part.own[before.root][n] for n in range(len(numbers))] == [
+                whole.own[before.root][i] for i in numbers
+            ]
+            assert len(numbers) == sum(s.steps == 1 for s in before.strategies)
