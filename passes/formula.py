@@ -84,8 +84,8 @@ class OpFormulas:
     def _costed(self, op: OpNode) -> _Costed:
         symbols = Symbols()
         strategy = self.strategies[op.name]
-        places = self.places[op.name]
-        costs = _TracedCosts(_traced(self.costs.cluster, symbols), self.costs.mesh, symbols, places, self.hidden)
+        about = self.places[op.name], self.hidden, _runs(op, strategy)
+        costs = _TracedCosts(_traced(self.costs.cluster, symbols), self.costs.mesh, symbols, *about)
         derived = derive(op.rule, strategy, self.costs.mesh)
         op = costs.sized(op)
         seconds, moved = costs.op(op, strategy, derived)
@@ -125,11 +125,15 @@ class _Costed:
 
 @dataclass(frozen=True)
 class _TracedCosts(Costs):
-    """The prices of one op on traced numbers. `places`: its factors that are called s; `hidden`: the size called h."""
+    """The prices of one op on traced numbers.
+
+    `places`: its factors that are called s. `hidden`: the size called h. `runs`: its factors, see `_runs`.
+    """
 
     symbols: Symbols
     places: frozenset[int]
     hidden: int
+    runs: list[tuple[int, ...]]
 
     def extents(self, op: OpNode, strategy: Strategy) -> list[Any]:
         return [self._block(op, strategy, f, with_time=True) for f in range(len(op.rule.factors))]
@@ -166,19 +170,24 @@ class _TracedCosts(Costs):
         return replace(call, operands=operands, results=results)
 
     def _block(self, op: OpNode, strategy: Strategy, f: int, with_time: bool) -> Any:
-        """The largest block of a factor."""
+        """The largest block of a factor; of factors that are always side by side the first stands for all."""
+        run = next(run for run in self.runs if f in run)
+        if f != run[0]:
+            return 1
         factor, digits = op.rule.factors[f], strategy.digits[op.rule.driver(f)]
         kept = tuple(replace(d, q=self._parts(d)) for d in digits if with_time or not d.tau)
-        size: Any = self.symbols.named(self._role(op, f), factor.size) if factor.size > 1 else factor.size
+        size: Any = math.prod(op.rule.factors[g].size for g in run)
+        if size > 1:
+            size = self.symbols.named(self._role(op, run, size), size)
         return Atom(size, kept, factor.window if kept else None).largest
 
-    def _role(self, op: OpNode, f: int) -> str:
-        if f in op.batch:
+    def _role(self, op: OpNode, run: tuple[int, ...], size: int) -> str:
+        if run[0] in op.batch:
             return "b"
-        if f in self.places:
+        if run[0] in self.places:
             return "s"
-        factor = op.rule.factors[f]
-        return "h" if factor.size == self.hidden else f"n_{factor.name}"
+        name = op.rule.factors[run[0]].name
+        return "h" if size == self.hidden else f"n_{name if len(run) == 1 else name.rstrip('0123456789')}"
 
     def _parts(self, digit: Digit) -> Any:
         """The number of blocks that a digit makes: the ranks along its axes, or steps."""
@@ -188,6 +197,48 @@ class _TracedCosts(Costs):
         several = sum(size > 1 for size in self.mesh.sizes) > 1
         name = "q" if not digit.coeffs else f"p_{axes[0]}" if several else "p"
         return self.symbols.named(name, digit.q)
+
+
+def _runs(op: OpNode, strategy: Strategy) -> list[tuple[int, ...]]:
+    """The factors, those in one run that are one dim to the op: side by side wherever they occur, and only the first
+    cut, evenly. Batch and places stay apart.
+    """
+    dims = _dims(op)
+    runs: list[tuple[int, ...]] = []
+    for f, factor in enumerate(op.rule.factors):
+        before = runs[-1] if runs else ()
+        alike = before and f not in op.data and factor.kind == op.rule.factors[before[0]].kind
+        if (
+            alike
+            and not strategy.digits[op.rule.driver(f)]
+            and _divides(op, strategy, before[0])
+            and all(_adjacent(dim, before[-1], f) for dim in dims)
+        ):
+            runs[-1] = (*before, f)
+        else:
+            runs.append((f,))
+    return runs
+
+
+def _dims(op: OpNode) -> list[tuple[int, ...]]:
+    """Dims of the operands and results, as factors; of a region those of its ops too."""
+    rules = [(op.rule, tuple(range(len(op.rule.factors))))]
+    if isinstance(op.call.target, Region):
+        rules += [(x.rule, x.factors) for x in op.call.target.body]
+    tensors = [(tensor, names) for rule, names in rules for tensor in (*rule.inputs, *rule.outputs)]
+    return [tuple(names[f] for f in dim) for tensor, names in tensors for dim in tensor]
+
+
+def _divides(op: OpNode, strategy: Strategy, f: int) -> bool:
+    if f in op.data or f in op.rule.windowed:
+        return False
+    return op.rule.factors[f].size % math.prod(digit.q for digit in strategy.digits[f]) == 0
+
+
+def _adjacent(dim: tuple[int, ...], one: int, two: int) -> bool:
+    """Whether a dim has neither factor, or both side by side in this order, each once."""
+    at = [i for i, f in enumerate(dim) if f in (one, two)]
+    return not at or ([dim[i] for i in at] == [one, two] and at[1] == at[0] + 1)
 
 
 @dataclass(frozen=True)
