@@ -3,16 +3,17 @@
 Symbols: b batch (dim 0 of the inputs), s their other dims but the last of numbers, h the size that most dims of
 parameters have, n_k another loop dim (k as in the strategy's text); p ranks of the mesh axis (p_r, p_c where several
 are wide), q blocks of a dim cut in time alone; e bytes of an element; F peak FLOP/s of a rank, eta the share of it that
-is reached, W bytes/s of its memory, l seconds to launch an op; B bytes/s of its link each way, L latency of a message.
-Of several values under one name all but the first have a number behind (e2). Blocks are written n/p where the sizes at
-hand divide, else with a ceiling. Where the cost model takes the larger of two, the one that is larger here is shown.
+is reached, W bytes/s of its memory, l seconds to launch an op; B bytes/s of its link each way, L latency of a message;
+R seconds of a re-layout inside of a region. Of several values under one name all but the first have a number behind
+(e2). Blocks are written n/p where the sizes at hand divide, else with a ceiling. Where the cost model takes the larger
+of two, the one that is larger here is shown.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -21,13 +22,15 @@ import torch
 
 from stpart_compiler.cost_models.cluster import Cluster, Device
 from stpart_compiler.cost_models.compute import flops
-from stpart_compiler.cost_models.traced import Expr, Symbols, Traced, expression
-from stpart_compiler.ir.layout import Atom, Digit
-from stpart_compiler.ir.rule import TensorMap, block_shape
+from stpart_compiler.cost_models.traced import Expr, Symbols, Traced, expression, value_of
+from stpart_compiler.ir.layout import Atom, Digit, Layout
+from stpart_compiler.ir.rule import OpRule, TensorMap, block_shape
 from stpart_compiler.ir.spacetime import SLICE, Port, Strategy, derive
 from stpart_compiler.passes.held import op_bytes
+from stpart_compiler.passes.inner_rings import inner_op, inner_ring, inner_strategy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey, reached_from
 from stpart_compiler.passes.rules.region import Region
+from stpart_compiler.passes.rules.registry import OpCall
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.timeline import timeline
 
@@ -84,7 +87,7 @@ class OpFormulas:
     def _costed(self, op: OpNode) -> _Costed:
         symbols = Symbols()
         strategy = self.strategies[op.name]
-        about = self.places[op.name], self.hidden, _runs(op, strategy)
+        about = op.rule, self.places[op.name], self.hidden, self.costs
         costs = _TracedCosts(_traced(self.costs.cluster, symbols), self.costs.mesh, symbols, *about)
         derived = derive(op.rule, strategy, self.costs.mesh)
         op = costs.sized(op)
@@ -127,13 +130,16 @@ class _Costed:
 class _TracedCosts(Costs):
     """The prices of one op on traced numbers.
 
-    `places`: its factors that are called s. `hidden`: the size called h. `runs`: its factors, see `_runs`.
+    `rule`: that of the op, `places`: its factors that are called s; `hidden`: the size called h. `plain`: the prices in
+    plain numbers.
     """
 
     symbols: Symbols
+    rule: OpRule
     places: frozenset[int]
     hidden: int
-    runs: list[tuple[int, ...]]
+    plain: Costs
+    runs: dict[tuple[int, Strategy], list[tuple[int, ...]]] = field(default_factory=dict)
 
     def extents(self, op: OpNode, strategy: Strategy) -> list[Any]:
         return [self._block(op, strategy, f, with_time=True) for f in range(len(op.rule.factors))]
@@ -146,23 +152,37 @@ class _TracedCosts(Costs):
         with_time = port.motion != SLICE
         return math.prod(self._block(op, strategy, f, with_time) for dim in tensor for f in dim)
 
+    def relayout(self, source: Layout, target: Layout, itemsize: Any) -> Any:
+        """Between the ops of a region: a symbol of its own."""
+        seconds = self.plain.relayout(source, target, value_of(itemsize))
+        return self.symbols.named("R", seconds) if seconds else 0.0
+
     def flops(self, op: OpNode, strategy: Strategy) -> Any:
         """Of one rank, in all steps."""
         extents, call = self.extents(op, strategy), op.call
-        if isinstance(call.target, Region):
-            return sum(flops(x.call, *x.shapes(extents)) for x in call.target.body) * self.steps(strategy)
-        ins, outs = ([block_shape(tensor, extents) for tensor in maps] for maps in (op.rule.inputs, op.rule.outputs))
-        return flops(call, ins, outs) * self.steps(strategy)
+        if not isinstance(call.target, Region):
+            maps = (op.rule.inputs, op.rule.outputs)
+            ins, outs = ([block_shape(tensor, extents) for tensor in tensors] for tensors in maps)
+            return flops(call, ins, outs) * self.steps(strategy)
+        total: Any = 0
+        for inner in call.target.body:
+            ring = inner_ring(op, strategy, inner, self.mesh)
+            total += (
+                self.flops(ring.op, ring.strategy)
+                if ring is not None
+                else self.flops(inner_op(op, inner), inner_strategy(strategy, inner, 0))
+            )
+        return total * self.steps(strategy)
 
     def sized(self, op: OpNode) -> OpNode:
         """The op with the bytes of elements traced."""
-        call, target = op.call, op.call.target
+        return replace(op, call=self._sized_call(op.call))
+
+    def _sized_call(self, call: Any) -> Any:
+        target = call.target
         if isinstance(target, Region):
             body = tuple(replace(x, call=self._sized_call(x.call)) for x in target.body)
             call = replace(call, target=replace(target, body=body))
-        return replace(op, call=self._sized_call(call))
-
-    def _sized_call(self, call: Any) -> Any:
         operands, results = (
             tuple(None if x is None else replace(x, dtype=_Dtype.of(x.dtype, self.symbols)) for x in infos)
             for infos in (call.operands, call.results)
@@ -171,7 +191,10 @@ class _TracedCosts(Costs):
 
     def _block(self, op: OpNode, strategy: Strategy, f: int, with_time: bool) -> Any:
         """The largest block of a factor; of factors that are always side by side the first stands for all."""
-        run = next(run for run in self.runs if f in run)
+        key = id(op.rule), strategy
+        if key not in self.runs:
+            self.runs[key] = _runs(op, strategy)
+        run = next(run for run in self.runs[key] if f in run)
         if f != run[0]:
             return 1
         factor, digits = op.rule.factors[f], strategy.digits[op.rule.driver(f)]
@@ -184,7 +207,7 @@ class _TracedCosts(Costs):
     def _role(self, op: OpNode, run: tuple[int, ...], size: int) -> str:
         if run[0] in op.batch:
             return "b"
-        if run[0] in self.places:
+        if run[0] in (self.places if op.rule is self.rule else op.data):
             return "s"
         name = op.rule.factors[run[0]].name
         return "h" if size == self.hidden else f"n_{name if len(run) == 1 else name.rstrip('0123456789')}"
@@ -203,7 +226,7 @@ def _runs(op: OpNode, strategy: Strategy) -> list[tuple[int, ...]]:
     """The factors, those in one run that are one dim to the op: side by side wherever they occur, and only the first
     cut, evenly. Batch and places stay apart.
     """
-    dims = _dims(op)
+    dims = list(_dims(op.call, op.rule, range(len(op.rule.factors))))
     runs: list[tuple[int, ...]] = []
     for f, factor in enumerate(op.rule.factors):
         before = runs[-1] if runs else ()
@@ -220,13 +243,12 @@ def _runs(op: OpNode, strategy: Strategy) -> list[tuple[int, ...]]:
     return runs
 
 
-def _dims(op: OpNode) -> list[tuple[int, ...]]:
-    """Dims of the operands and results, as factors; of a region those of its ops too."""
-    rules = [(op.rule, tuple(range(len(op.rule.factors))))]
-    if isinstance(op.call.target, Region):
-        rules += [(x.rule, x.factors) for x in op.call.target.body]
-    tensors = [(tensor, names) for rule, names in rules for tensor in (*rule.inputs, *rule.outputs)]
-    return [tuple(names[f] for f in dim) for tensor, names in tensors for dim in tensor]
+def _dims(call: OpCall, rule: OpRule, names: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Dims of the operands and results, as factors under these names; of a region those of its ops too."""
+    for tensor in (*rule.inputs, *rule.outputs):
+        yield from (tuple(names[f] for f in dim) for dim in tensor)
+    for inner in call.target.body if isinstance(call.target, Region) else ():
+        yield from _dims(inner.call, inner.rule, [names[f] for f in inner.factors])
 
 
 def _divides(op: OpNode, strategy: Strategy, f: int) -> bool:

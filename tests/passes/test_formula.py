@@ -43,7 +43,7 @@ def graph_of(name: str) -> Annotated:
 def planned(name: str, template: str | None, mesh: Any) -> Plan:
     graph = graph_of(name)
     if template == "metp":
-        fused = fuse(graph)
+        fused = fuse(graph, "all")
         assert fused is not None
         graph = fused
     costs = Costs(load_cluster("v100-32gb-8x4"), parse_mesh(mesh))
