@@ -167,11 +167,12 @@ class _TracedCosts(Costs):
         total: Any = 0
         for inner in call.target.body:
             ring = inner_ring(op, strategy, inner, self.mesh)
-            total += (
-                self.flops(ring.op, ring.strategy)
-                if ring is not None
-                else self.flops(inner_op(op, inner), inner_strategy(strategy, inner, 0))
-            )
+            if ring is not None:
+                total += self.flops(ring.op, ring.strategy)
+            elif isinstance(inner.call.target, Region):
+                total += self.flops(inner_op(op, inner), inner_strategy(strategy, inner, 0))
+            else:
+                total += flops(inner.call, *inner.shapes(extents))
         return total * self.steps(strategy)
 
     def sized(self, op: OpNode) -> OpNode:
