@@ -126,23 +126,24 @@ def compile_model(
     graphs = Graphs(annotate(captured, dumper), dumper)
     say(f"propagate: {len(graphs.plain.ops)} ops in {len(graphs.plain.classes)} classes")
     limits = restrictions or Restrictions()
-    searches = {
-        grid: Search(graphs, Costs(prices, grid), limit, options, template, limits, device, say) for grid in grids
-    }
+
+    def search_on(grid: Mesh) -> Search:
+        return Search(graphs, Costs(prices, grid), limit, options, template, limits, device, say)
+
     cache = plan_cache(graphs.plain, asked, prices, limit, options, template, (limits, device.type, grids))
 
     def checked(known: Plan) -> tuple[Plan, Programs]:
-        return searches[known.mesh].checked(known)
+        return search_on(known.mesh).checked(known)
 
     def solve() -> tuple[Plan, Programs]:
         if plan is not None:
             graph = graphs.of(plan.regions)
-            return checked(FitPlan(searches[plan.mesh].costs, options).apply(plan, graph, asked))
+            return checked(FitPlan(Costs(prices, plan.mesh), options).apply(plan, graph, asked))
         known = cache.load()
         if known is not None:
             say(f"plan taken from the cache: {cache.path}")
             return checked(known)
-        found, programs = _on_best_mesh(list(searches.values()))
+        found, programs = _on_best_mesh([search_on(grid) for grid in grids])
         cache.store(found)
         return found, programs
 
@@ -171,7 +172,7 @@ def compile_model(
         return DeferReductions(device).apply(programs.placement, programs.schedule, programs.artifacts)
 
     graph = graphs.of(decided.regions)
-    decided.formulas = OpFormulas(graph, searches[decided.mesh].costs, decided.strategies, frozenset(decided.recompute))
+    decided.formulas = OpFormulas(graph, Costs(prices, decided.mesh), decided.strategies, frozenset(decided.recompute))
     made = (decided, programs.interface, programs.artifacts, graph, programs.placement)
     return CompiledModel(*made, model, again, defer, buckets)
 
