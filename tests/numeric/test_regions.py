@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
 
 class Written(nn.Module):
-    """Attention as products, scores scaled, masked where given, and a softmax between two projections or more."""
+    """Attention as two products with a softmax between; `masked`: before it, and after it as dropout does."""
 
     def __init__(self, width: int, dim: int, masked: bool = False) -> None:
         super().__init__()
@@ -83,7 +83,11 @@ class Written(nn.Module):
         if self.masked:
             hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
             scores = scores.masked_fill(hidden, -torch.inf)
-        y = torch.softmax(scores, dim=-1) @ v
+        probabilities = torch.softmax(scores, dim=-1)
+        if self.masked:  # as dropout does it
+            kept = torch.arange(hidden.numel()).remainder(5).ne(0).view_as(hidden).to(x.dtype)
+            probabilities = probabilities * kept * 1.25
+        y = probabilities @ v
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
