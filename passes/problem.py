@@ -19,6 +19,8 @@ class SolverOptions:
     `workers`: threads. `patience_s`: stop when no better plan came for so long. `optimizer`: "adamw", "momentum" or
     "sgd", whose state counts against the memory limit. `yardsticks`: price the templates first, which gives first plans
     and what the report compares with; without them a small problem is solved sooner.
+    `honour_checkpoints`: what is in a `torch.utils.checkpoint` is run again in backward; False leaves that to the
+    solver, which does so where memory is short.
     """
 
     seed: int = 0
@@ -28,6 +30,7 @@ class SolverOptions:
     patience_s: float = 3.0
     optimizer: str = "adamw"
     yardsticks: bool = True
+    honour_checkpoints: bool = True
 
 
 @dataclass
