@@ -10,7 +10,6 @@ import torch
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.plan import Plan, PlanRow
 from stpart_compiler.passes.bound import FindBound, find_leanest
-from stpart_compiler.passes.order import marked
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated, OpNode
 from stpart_compiler.passes.recompute import FindRecompute
@@ -75,7 +74,7 @@ class MakePlan:
         prices = {name: found[2].seconds for name, found in yardsticks.items()}
         if self.known.whole is None:
             space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
-            self.known.whole = (space, BuildProblem(self.options, again=self._marked(graph)).apply(space))
+            self.known.whole = (space, BuildProblem(self.options, again=self.options.marked(graph)).apply(space))
         space, problem = self.known.whole
         space, problem, solution = self._solved(space, problem, self._hint(problem, yardsticks), progress)
         best = min(yardsticks.values(), key=lambda found: found[2].seconds, default=None)
@@ -122,7 +121,7 @@ class MakePlan:
         at once.
         """
         found: dict[frozenset[str], Assignment] = {}
-        always = self._marked(space.graph)
+        always = self.options.marked(space.graph)
         for start in starts:
             grown = FindRecompute(space, start, always).run()
             sets = [always | self._names(space.graph, classes) for classes in grown]
@@ -157,22 +156,18 @@ class MakePlan:
     def _fits(self, found: Found) -> bool:
         return memory_bytes(found[1], found[2].choice) <= self.memory_limit
 
-    def _marked(self, graph: Annotated) -> frozenset[str]:
-        """Ops that the user wants to be run again in backward, unless that is left to the solver."""
-        return marked(graph) if self.options.honour_checkpoints else frozenset()
-
     def _template(self, graph: Annotated, chosen: Template) -> Found:
         reason = chosen.applies(self.costs.mesh)
         if reason is not None:
             raise ValueError(f"template {chosen.name!r}: {reason}")
         space = BuildSpace(self.costs).apply(graph, self._restricted(chosen.restriction))
-        problem = BuildProblem(self.options, chosen.weights_stay, self._marked(graph)).apply(space)
+        problem = BuildProblem(self.options, chosen.weights_stay, self.options.marked(graph)).apply(space)
         quick = replace(self.options, patience_s=TEMPLATE_PATIENCE_S, gap=max(self.options.gap, TEMPLATE_GAP))
         solution = Solve(quick, self.memory_limit, polish_s=0.0).apply(problem)
         if not chosen.weights_stay:
             return space, problem, solution
         # where a weight cannot stay (no layout at rest is the one in use), moving it costs what it costs
-        priced = BuildProblem(self.options, again=self._marked(graph)).apply(space)
+        priced = BuildProblem(self.options, again=self.options.marked(graph)).apply(space)
         seconds = evaluate(priced, solution.choice)
         return space, priced, replace(solution, seconds=seconds, bound=min(solution.bound, seconds))
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from stpart_compiler.passes.held import Memory
-from stpart_compiler.passes.order import NOTHING_AGAIN, orders
+from stpart_compiler.passes.order import NOTHING_AGAIN, marked, orders
+from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.space import Space
 from stpart_compiler.passes.timeline import timeline
 from stpart_compiler.passes.uses import Assignment, Prices, Use
@@ -31,6 +32,10 @@ class SolverOptions:
     optimizer: str = "adamw"
     yardsticks: bool = True
     honour_checkpoints: bool = True
+
+    def marked(self, graph: Annotated) -> frozenset[str]:
+        """Ops that the user wants to be run again in backward, unless that is left to the solver."""
+        return marked(graph) if self.honour_checkpoints else frozenset()
 
 
 @dataclass
