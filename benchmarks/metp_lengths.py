@@ -6,9 +6,9 @@ Models (bfloat16, batch 1, AdamW, on the meta device, cluster a100-80gb-8): GPT 
 of 4 h, vocabulary 51200, no learned positions, of (h, layers) = (12288, 1), (8192, 5), (1024, 24), (4096, 32); and
 Llama-3-8B. Plans only, no programs: the bytes are the solver's estimate, which is within a few percent of the programs'
 peak (benchmarks/prediction.py). Every layer of a template is in a torch.utils.checkpoint, as such plans are run;
-"solved" has all regions and the recomputation of its choice. Of each the leanest plan is taken that the solver finds.
-Deep models are folded: bytes and seconds of many layers are those of two, and as many times what a third adds. Lengths
-are found to 1 %.
+"solved" has all regions, and the recomputation of its choice or such checkpoints, whichever is leaner. Of each the
+leanest plan is taken that the solver finds. Deep models are folded: bytes and seconds of many layers are those of two,
+and as many times what a third adds. Lengths are found to 1 %.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ class Need:
         )
 
 
-def needs(options: argparse.Namespace, shape: Shape, layers: int, name: str, length: int) -> Need:
-    """Of a plan for so many layers."""
+def needs(options: argparse.Namespace, shape: Shape, layers: int, name: str, marked: bool, length: int) -> Need:
+    """Of a plan for so many layers. `marked`: each is in a checkpoint."""
     with torch.device("meta"):
-        model = Decoder(shape, layers, name != "solved").to(torch.bfloat16)
+        model = Decoder(shape, layers, marked).to(torch.bfloat16)
         tokens = torch.zeros(1, length, dtype=torch.long)
     graphs = Graphs(annotate(capture(model, (tokens, tokens))), Dumper(None))
     costs = Costs(load_cluster(options.cluster), Mesh(("d",), (options.ranks,)))
@@ -144,9 +144,14 @@ def leanest(maker: MakePlan, graph: Annotated) -> Need:
 
 def whole(options: argparse.Namespace, shape: Shape, name: str, length: int) -> Need:
     """Of all layers."""
+    found = [deep(options, shape, name, marked, length) for marked in ((True, False) if name == "solved" else (True,))]
+    return min(found, key=lambda need: need.nbytes)
+
+
+def deep(options: argparse.Namespace, shape: Shape, name: str, marked: bool, length: int) -> Need:
     if shape.layers <= 3:
-        return needs(options, shape, shape.layers, name, length)
-    two, three = (needs(options, shape, layers, name, length) for layers in (2, 3))
+        return needs(options, shape, shape.layers, name, marked, length)
+    two, three = (needs(options, shape, layers, name, marked, length) for layers in (2, 3))
     return two.deeper(three, shape.layers - 2)
 
 
