@@ -5,10 +5,10 @@
 Models (bfloat16, batch 1, AdamW, on the meta device, cluster a100-80gb-8): GPT with multi-head attention and a GELU MLP
 of 4 h, vocabulary 51200, no learned positions, of (h, layers) = (12288, 1), (8192, 5), (1024, 24), (4096, 32); and
 Llama-3-8B. Plans only, no programs: the bytes are the solver's estimate, which is within a few percent of the programs'
-peak (benchmarks/prediction.py). Every layer of a template but `metp` is in a torch.utils.checkpoint, as such plans are
-run; `metp` keeps nothing of attention and MLPs by itself; "solved" has the regions and recomputation of its choice. Of
-each the leanest plan is taken that the solver finds. Deep models are folded: bytes and seconds of many layers are those
-of two, and as many times what a third adds. Lengths are found to 1 %.
+peak (benchmarks/prediction.py). Every layer of a template is in a torch.utils.checkpoint, as such plans are run;
+"solved" has all regions, and the recomputation of its choice or such checkpoints, whichever is leaner. Of each the
+leanest plan is taken that the solver finds. Deep models are folded: bytes and seconds of many layers are those of two,
+and as many times what a third adds. Lengths are found to 1 %.
 """
 
 from __future__ import annotations
@@ -120,18 +120,17 @@ class Need:
         )
 
 
-def needs(options: argparse.Namespace, shape: Shape, layers: int, name: str, length: int) -> Need:
-    """Of a plan for so many layers."""
+def needs(options: argparse.Namespace, shape: Shape, layers: int, name: str, marked: bool, length: int) -> Need:
+    """Of a plan for so many layers. `marked`: each is in a checkpoint."""
     with torch.device("meta"):
-        model = Decoder(shape, layers, name in SPATIAL).to(torch.bfloat16)
+        model = Decoder(shape, layers, marked).to(torch.bfloat16)
         tokens = torch.zeros(1, length, dtype=torch.long)
     graphs = Graphs(annotate(capture(model, (tokens, tokens))), Dumper(None))
     costs = Costs(load_cluster(options.cluster), Mesh(("d",), (options.ranks,)))
 
     template = None if name == "solved" else name
-    kinds = REGIONS[1:] if template is None else (regions_of(graphs, template),)
-    found = [leanest(MakePlan(costs, OPTIONS, 1, template), graphs.of(kind)) for kind in kinds]
-    return min(found, key=lambda need: need.nbytes)
+    kind = REGIONS[-1] if template is None else regions_of(graphs, template)
+    return leanest(MakePlan(costs, OPTIONS, 1, template), graphs.of(kind))
 
 
 def leanest(maker: MakePlan, graph: Annotated) -> Need:
@@ -145,15 +144,20 @@ def leanest(maker: MakePlan, graph: Annotated) -> Need:
 
 def whole(options: argparse.Namespace, shape: Shape, name: str, length: int) -> Need:
     """Of all layers."""
+    found = [deep(options, shape, name, marked, length) for marked in ((True, False) if name == "solved" else (True,))]
+    return min(found, key=lambda need: need.nbytes)
+
+
+def deep(options: argparse.Namespace, shape: Shape, name: str, marked: bool, length: int) -> Need:
     if shape.layers <= 3:
-        return needs(options, shape, shape.layers, name, length)
-    two, three = (needs(options, shape, layers, name, length) for layers in (2, 3))
+        return needs(options, shape, shape.layers, name, marked, length)
+    two, three = (needs(options, shape, layers, name, marked, length) for layers in (2, 3))
     return two.deeper(three, shape.layers - 2)
 
 
-def longest(need: Callable[[int], Need], room: float) -> tuple[int, Need | None]:
+def longest(need: Callable[[int], Need], room: float, guess: int) -> tuple[int, Need | None]:
     """The longest length that fits, to 1 %, and its need: between one that fits and one that does not."""
-    low, high, guess = 0, 0, FIRST
+    low = high = 0
     for _ in range(TRIALS):
         if need(guess).nbytes <= room:
             low = guess
@@ -189,7 +193,7 @@ def main() -> None:
         for name in options.plans:
             start = time.perf_counter()
             need = cache(partial(whole, options, SHAPES[model], name))
-            length, found = longest(need, room)
+            length, found = longest(need, room, best or FIRST)
             best = max(best, length) if name in SPATIAL else best
             ratio = f"{length / best:.2f}x the best spatial" if best and name not in SPATIAL else ""
             what = f"step {found.seconds:8.2f} s, {found.nbytes / 1e9:5.1f} GB" if found else "does not fit"

@@ -260,6 +260,7 @@ _REWRITES: dict[Any, Callable[[Inserter], None]] = {
     aten.nll_loss2d_backward.default: softmax.nll_loss_backward,
     aten._log_softmax.default: softmax.log_softmax,
     aten._log_softmax_backward_data.default: softmax.log_softmax_backward,
+    aten.sum.dim_IntList: softmax.sum_over_dims,
     aten._softmax.default: softmax.softmax,
     aten._softmax_backward_data.default: softmax.softmax_backward,
     aten.convolution.default: _convolution,

@@ -11,7 +11,6 @@ from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.bound import FindBound, find_leanest
 from stpart_compiler.passes.narrow import only_choices
-from stpart_compiler.passes.order import marked
 from stpart_compiler.passes.plan_rows import plan_rows
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated
@@ -71,7 +70,7 @@ class MakePlan:
             return written_plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
         if self.known.whole is None:
             space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
-            self.known.whole = (space, BuildProblem(self.options, again=marked(graph)).apply(space))
+            self.known.whole = (space, BuildProblem(self.options, again=self.options.marked(graph)).apply(space))
         space, problem = self.known.whole
         if self.known.yardsticks is None:
             self.known.yardsticks = self._yardsticks(graph, progress) if self.options.yardsticks else {}
@@ -92,7 +91,7 @@ class MakePlan:
     def least(self, graph: Annotated) -> int:
         """Bytes per rank that some assignment needs, of those that need little."""
         space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
-        problem = BuildProblem(self.options, again=marked(graph)).apply(space)
+        problem = BuildProblem(self.options, again=self.options.marked(graph)).apply(space)
         return memory_bytes(problem, find_leanest(problem))
 
     def _solved(self, space: Space, problem: Problem, hint: Assignment | None, progress: Progress) -> Found:
@@ -131,7 +130,7 @@ class MakePlan:
         at once.
         """
         found: dict[frozenset[str], Assignment] = {}
-        always = marked(space.graph)
+        always = self.options.marked(space.graph)
         for start in starts:
             grown = FindRecompute(space, start, always).run()
             sets = [always | self._names(space.graph, classes) for classes in grown]
@@ -171,13 +170,13 @@ class MakePlan:
         if reason is not None:
             raise ValueError(f"template {chosen.name!r}: {reason}")
         space = BuildSpace(self.costs).apply(graph, self._restricted(chosen.restriction))
-        problem = BuildProblem(self.options, chosen.weights_stay, marked(graph)).apply(space)
+        problem = BuildProblem(self.options, chosen.weights_stay, self.options.marked(graph)).apply(space)
         quick = replace(self.options, patience_s=TEMPLATE_PATIENCE_S, gap=max(self.options.gap, TEMPLATE_GAP))
         solution = Solve(quick, self.memory_limit, polish_s=0.0).apply(problem)
         if not chosen.weights_stay:
             return space, problem, solution
         # where a weight cannot stay (no layout at rest is the one in use), moving it costs what it costs
-        priced = BuildProblem(self.options, again=marked(graph)).apply(space)
+        priced = BuildProblem(self.options, again=self.options.marked(graph)).apply(space)
         seconds = evaluate(priced, solution.choice)
         return space, priced, replace(solution, seconds=seconds, bound=min(solution.bound, seconds))
 
@@ -202,7 +201,7 @@ class MakePlan:
         """The best plan found in the part of the space without temporal maps, if one fits."""
         progress("solving without temporal maps")
         space = without_temporal(space)
-        problem = BuildProblem(self.options, again=marked(space.graph)).apply(space)
+        problem = BuildProblem(self.options, again=self.options.marked(space.graph)).apply(space)
         try:
             found = self._solved(space, problem, None, progress)
         except InfeasibleError:

@@ -115,10 +115,18 @@ def _backward_chain(node: fx.Node) -> tuple[Scales, fx.Node | None]:
 
 def _passes(node: fx.Node, scales: Scales) -> bool:
     """Whether a node is linear and keeps rows apart: a view, a cast, a product with what is the same both ways."""
-    if node.target in _SCALES:
-        scales[str(node.target), node.args[1]] += 1
+    if node.target in _SCALES or node.target is aten.native_dropout_backward.default:
+        kind = "div" if node.target is aten.div.Scalar else "mul"
+        for scale in node.args[1:]:
+            scales[kind, _behind(scale)] += 1
         return True
     return node.target in (aten._to_copy.default, aten.clone.default) or is_view(node.target)
+
+
+def _behind(scale: Any) -> Any:
+    while isinstance(scale, fx.Node) and scale.target in (aten.alias.default, aten.detach.default):
+        (scale,) = scale.all_input_nodes
+    return scale
 
 
 def _rewrite(found: _Attention) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from stpart_compiler.passes.held import Memory
-from stpart_compiler.passes.order import NOTHING_AGAIN, orders
+from stpart_compiler.passes.order import NOTHING_AGAIN, marked, orders
+from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.space import Space
 from stpart_compiler.passes.timeline import timeline
 from stpart_compiler.passes.uses import Assignment, Prices, Use
@@ -19,7 +20,8 @@ class SolverOptions:
     `workers`: threads. `patience_s`: stop when no better plan came for so long. `optimizer`: "adamw", "momentum" or
     "sgd", whose state counts against the memory limit. `yardsticks`: price the templates first, which gives first plans
     and what the report compares with; without them a small problem is solved sooner. `spatial_only`: also find the best
-    plan without temporal maps, for the report.
+    plan without temporal maps, for the report. `honour_checkpoints`: what is in a `torch.utils.checkpoint` is run again
+    in backward; False leaves that to the solver, which does so where memory is short.
     """
 
     seed: int = 0
@@ -30,6 +32,11 @@ class SolverOptions:
     optimizer: str = "adamw"
     yardsticks: bool = True
     spatial_only: bool = False
+    honour_checkpoints: bool = True
+
+    def marked(self, graph: Annotated) -> frozenset[str]:
+        """Ops that the user wants to be run again in backward, unless that is left to the solver."""
+        return marked(graph) if self.honour_checkpoints else frozenset()
 
 
 @dataclass

@@ -18,7 +18,6 @@ from stpart_compiler.ir.plan import Plan
 from stpart_compiler.ir.spacetime import Strategy
 from stpart_compiler.passes.make_plan import written_plan
 from stpart_compiler.passes.narrow import ScoreChoices, Scores, only_choices
-from stpart_compiler.passes.order import marked
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
@@ -49,7 +48,7 @@ class RefinePlan:
     @without_gc()
     def apply(self, graph: Annotated, coarse: Plan, progress: Progress = lambda text: None) -> Plan | None:
         mesh = self.costs.mesh
-        again = marked(graph) | frozenset(coarse.recompute)
+        again = self.options.marked(graph) | frozenset(coarse.recompute)
         space = BuildSpace(self.costs, replace(DEFAULT_SPACE, timed=timed_axes(mesh))).apply(graph)
         scores = ScoreChoices(self.options, again).apply(space)
         if scores.lower >= (1 - self.options.gap) * coarse.seconds:

@@ -21,6 +21,10 @@ class FindScores(FindRegions):
     def __init__(self, graph: Annotated, softmaxes: frozenset[str]) -> None:
         super().__init__(graph, "all")
         self.softmaxes = softmaxes
+        self.products: set[str] = set()  # ops that products are among those that made what they read
+        for op in graph.ops:
+            if is_contraction(op.rule) or any(name in self.products for name, _ in op.operands):
+                self.products.add(op.name)
 
     def run(self) -> Iterator[tuple[Found, ...]]:
         for op in self.graph.ops:
@@ -36,16 +40,10 @@ class FindScores(FindRegions):
         return found[::-1] if not inside & self.graph.backward else found
 
     def _scores(self, op: OpNode) -> Middle:
-        """What has both keys and queries, from the products that make it: a mask that has both is read from outside."""
+        """What has both keys and queries and is made of products; a mask that has both is read from outside."""
         result = op.rule.outputs[0]
         places = self._places(op, _wide(op, result[-1])[-1], _wide(op, result[-2])[-1])
-        kept: set[str] = set()
-        for other in self.graph.ops:
-            made = is_contraction(other.rule) or any(name in kept for name, _ in other.operands)
-            if other.name in places and made:
-                kept.add(other.name)
-        values = {key for key in self._both if key[0] in kept}
-        return Middle({(name, places[name][0]) for name in kept}, values)
+        return Middle({(name, keys) for name, (keys, _) in places.items()}, self._both)
 
     def _places(self, op: OpNode, keys: int, queries: int) -> dict[str, tuple[int, int]]:
         """Ops that have both dims, with their factors, followed through values that have both."""
@@ -59,7 +57,7 @@ class FindScores(FindRegions):
             found[at.name] = k, q
             for key, tensor in self.links.tensors(at):
                 one, two = self._spot(at, key, tensor, k), self._spot(at, key, tensor, q)
-                if one is not None and two is not None and self.graph.values[key].kind == "op":
+                if one is not None and two is not None and key[0] in self.products:
                     self._both.add(key)
                     todo += self._met(key, one, two)
         return found

@@ -10,6 +10,7 @@ for each row is a float32, with which x is promoted, and only what has an eager 
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,9 +68,46 @@ def log_softmax_backward(at: Inserter) -> None:
         if _shape(index) == _shape(found[1]):
             turn_rounded(at, dtype, fused.cross_entropy_grad.default, rows, *found, index, dim)
             return
+    smoothed = _smoothed(grad, dim)
+    if smoothed is not None:
+        loss, spread = smoothed
+        rows, index = _picks(at, loss)
+        if _shape(index) == _shape(found[1]):
+            picked = at.add(fused.cross_entropy_grad.default, rows, *found, index, dim)
+            evenly = spread.all_input_nodes[0]
+            total = at.add(aten.mul.Scalar, widened(at, evenly), _shape(found[0])[dim])
+            rest = at.add(fused.minus_softmax.default, widened(at, spread), *found, total)
+            turn_rounded(at, dtype, aten.add.Tensor, picked, rest)
+            return
     grad = widened(at, grad)
     total = at.add(aten.sum.dim_IntList, grad, [dim], True)
     turn_rounded(at, dtype, fused.minus_softmax.default, grad, *found, total)
+
+
+def _smoothed(grad: fx.Node, dim: int) -> tuple[fx.Node, fx.Node] | None:
+    """Of the gradient of a loss with label smoothing: that of its nll_loss, and what all classes of a row get alike."""
+    node = _behind(grad)
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
+        return None
+    for one, two in itertools.permutations(map(_behind, node.all_input_nodes)):
+        alike = two.target is aten.expand.default and _shape(two.all_input_nodes[0])[dim] == 1
+        if one.target in _NLL_GRADS and alike and len(_shape(two.all_input_nodes[0])) == len(_shape(two)):
+            return one, two
+    return None
+
+
+def sum_over_dims(at: Inserter) -> None:
+    """The sum of log-probabilities over all classes, as label smoothing takes it: sum(x) - n * logsumexp(x)."""
+    x, dims, *keep = at.args
+    found = normalized_parts(x) if isinstance(x, fx.Node) else None
+    if found is None or at.node.kwargs or len(dims) != 1 or _shape(found[1])[dims[0]] != 1:
+        return
+    logits, shift = found
+    total = at.add(aten.sum.dim_IntList, widened(at, logits), dims, True)
+    made = at.add(aten.sub.Tensor, total, at.add(aten.mul.Scalar, shift, _shape(logits)[dims[0]]))
+    if not (keep and keep[0]):
+        made = at.add(aten.squeeze.dim, made, dims[0])
+    turn_rounded(at, _dtype(x), aten.alias.default, made)
 
 
 def _picks(at: Inserter, loss: fx.Node) -> tuple[fx.Node, fx.Node]:

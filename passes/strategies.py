@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from stpart_compiler.ir.layout import Digit, form
 from stpart_compiler.ir.mesh import Mesh
-from stpart_compiler.ir.rule import SUM, OpRule
+from stpart_compiler.ir.rule import ONLINE, SUM, OpRule
 from stpart_compiler.ir.spacetime import MOVE, InvalidStrategyError, Strategy, check_covers, derive
 
 Choice = tuple[str, int]  # ("keep", -1), ("cut", factor) or ("pending", linear set)
@@ -67,7 +67,8 @@ def enumerate_strategies(
         found += _temporal(rule, mesh, axes, movable, space)
     if rule.loops and space.temporal_1d:
         found += _rings(rule, mesh, axes, movable, space)
-    for tile, steps in itertools.product(sorted(rule.tiles & movable), TILE_STEPS):
+    keys = {f for f in rule.tiles if rule.factors[f].kind == ONLINE}
+    for tile, steps in itertools.product(sorted(rule.tiles & movable | keys), TILE_STEPS):
         found += _with_rest(rule, mesh, axes, movable, {tile: form(steps, 1)}, steps, space)
     kept = [strategy for strategy in dict.fromkeys(found) if _valid(rule, strategy, mesh)]
     assert kept, f"no strategy for {rule}"

@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
 
 class Written(nn.Module):
-    """Attention as products, scores scaled, masked where given, and a softmax between two projections or more."""
+    """Attention as two products with a softmax between; `masked`: before it, and after it as dropout does."""
 
     def __init__(self, width: int, dim: int, masked: bool = False) -> None:
         super().__init__()
@@ -83,7 +83,11 @@ class Written(nn.Module):
         if self.masked:
             hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
             scores = scores.masked_fill(hidden, -torch.inf)
-        y = torch.softmax(scores, dim=-1) @ v
+        probabilities = torch.softmax(scores, dim=-1)
+        if self.masked:  # as dropout does it
+            kept = torch.arange(hidden.numel()).remainder(5).ne(0).view_as(hidden).to(x.dtype)
+            probabilities = probabilities * kept * 1.25
+        y = probabilities @ v
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -107,6 +111,8 @@ class Twice(nn.Module):
 class Head(nn.Module):
     """Logits over a vocabulary and their cross entropy; a target is ignored."""
 
+    smoothing = 0.0
+
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -116,7 +122,13 @@ class Head(nn.Module):
         target = (
             torch.arange(x.shape[0] * x.shape[1]).remainder(logits.shape[-1]).index_fill(0, torch.tensor([1]), -100)
         )
-        return nn.functional.cross_entropy(logits.flatten(0, 1), target, ignore_index=-100)
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), target, ignore_index=-100, label_smoothing=self.smoothing
+        )
+
+
+class Smoothed(Head):
+    smoothing = 0.1
 
 
 def _fused(captured: Captured) -> Annotated:
@@ -141,7 +153,7 @@ def _step(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), make(width, middle)).double()
     weight = torch.randn(length, width, dtype=torch.float64)
-    loss_fn = None if make is Head else lambda y: (y * weight).sum()
+    loss_fn = None if make in (Head, Smoothed) else lambda y: (y * weight).sum()
     return Step(model, (torch.randn(batch, length, width, dtype=torch.float64),), loss_fn, graph)
 
 
@@ -153,6 +165,7 @@ CASES = {
     "twice": lambda: _step(Twice, (2, 4, 6, 8)),
     "head": lambda: _step(Head, (2, 6, 5, 16)),
     "head-uneven": lambda: _step(Head, (3, 3, 4, 13)),
+    "smoothed": lambda: _step(Smoothed, (2, 3, 4, 13)),
     "attention": lambda: _step(Attention, (2, 6, 24, 3)),
     "written": lambda: _step(Written, (1, 6, 8, 3)),
     "scores": lambda: _step(Written, (2, 6, 8, 3), _scores),
@@ -162,7 +175,7 @@ CASES = {
 
 # sizes that do not divide where they matter, the others on meshes of powers of two
 MESHES: dict[bool, list[Any]] = {False: [1, 2, 4, (2, 2)], True: [3, 8, (2, 3)]}
-WRITTEN: dict[str, list[Any]] = {"written": [1, 2, 4], "scores": [4], "masked-uneven": [3]}
+WRITTEN: dict[str, list[Any]] = {"written": [1, 2, 4], "scores": [4], "masked-uneven": [3], "smoothed": [2, 3]}
 PLACES = [(name, mesh) for name in CASES for mesh in WRITTEN.get(name, MESHES[name.endswith("uneven")])]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -20,6 +21,7 @@ from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.ir.plan import Plan
+from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.order import marked, may_run_again, orders
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.solve import InfeasibleError
@@ -178,6 +180,9 @@ def test_marks_of_the_user() -> None:
     assert set(plan.recompute) <= names
     assert not saved & names
     assert plan.memory["peak"] < search(blocks(), 2**40).memory["peak"]
+    relaxed = replace(SOLVER, honour_checkpoints=False)
+    costs = Costs(load_cluster(CLUSTER), parse_mesh(2))
+    assert MakePlan(costs, relaxed, 2**40).apply(graph).recompute == []
 
 
 def test_plan_for_other_sizes() -> None:

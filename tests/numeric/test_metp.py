@@ -1,0 +1,77 @@
+"""Template `metp`: attention by groups of heads, a ring of keys and values inside; scores in blocks of 1/p^3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from slow_ranks import CLUSTER
+from torch import nn
+
+import stpart_compiler as st
+from stpart_compiler.cost_models.liveness import alive_bytes, alive_tensors
+from stpart_compiler.ir.program import Instr
+
+BATCH, HEADS, LENGTH, DIM, RANKS = 2, 4, 16, 3, 2
+
+
+class Model(nn.Module):
+    """Embedding and one attention with its projections, written out or fused."""
+
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.written = written
+        self.embedding, self.norm = nn.Embedding(7, 12), nn.LayerNorm(12)
+        self.q, self.k, self.v, self.out = (nn.Linear(12, HEADS * DIM, bias=False) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        y = self.norm(x)
+        q, k, v = (layer(y).unflatten(-1, (HEADS, DIM)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if self.written:
+            y = torch.softmax(q @ k.transpose(-2, -1) / DIM**0.5, dim=-1) @ v
+        else:
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return (x + self.out(y.transpose(1, 2).flatten(2))).square().mean()
+
+
+def attention(compiled: st.CompiledModel, rank: int) -> Iterator[Instr]:
+    """Instructions of the attention region, forward and backward, its weights' gathering left out."""
+    regions = {row.name for row in compiled.plan.rows if row.op.startswith("fused")}
+    for program in compiled.artifacts[rank].programs:
+        yield from (instr for instr in program.body if instr.origin.node in regions and instr.origin.note == "temporal")
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["written", "fused"])
+def test_attention_of_metp(written: bool) -> None:
+    torch.manual_seed(0)
+    model, tokens = Model(written).double(), torch.randint(0, 7, (BATCH, LENGTH))
+    compiled = st.compile_model(model, (tokens,), mesh=RANKS, template="metp", cluster=CLUSTER)
+    loss = model(tokens)
+    loss.backward()
+    found = compiled.run_in_process(tokens)
+    torch.testing.assert_close(found.loss, loss.detach(), rtol=1e-10, atol=0)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(found.grads[name], param.grad, rtol=1e-9, atol=1e-12)
+    assert max(found.peak_bytes) == pytest.approx(compiled.simulate().peak_bytes, rel=0.01)
+    with torch.no_grad():
+        model.q.weight.mul_(1e5)
+    extreme = compiled.run_in_process(tokens)  # parameters come from the model
+    torch.testing.assert_close(extreme.loss, model(tokens).detach(), rtol=1e-9, atol=0)
+    assert all(bool(grad.isfinite().all()) for grad in extreme.grads.values())
+
+    for rank in range(RANKS):
+        inside = list(attention(compiled, rank))
+        assert any(instr.kind == "exchange" for instr in inside)
+        assert not any(instr.kind == "collective" for instr in inside)
+        scores = [v for instr in inside if "exp_minus" in str(instr.target) for v in instr.outs if v is not None]
+        assert bool(scores) == written
+        assert {v.nbytes for v in scores} <= {8 * BATCH * HEADS * LENGTH**2 // RANKS**3}
+
+
+def test_alive_tensors_are_those_whose_bytes_are_counted() -> None:
+    compiled = st.compile_model(Model(False), (torch.zeros(1, 8, dtype=torch.long),), mesh=RANKS, template="megatron")
+    for program in compiled.artifacts[0].programs:
+        found = alive_tensors(program, range(-1, len(program.body)))
+        assert [sum(x.nbytes for x in alive) for alive in found] == alive_bytes(program)
