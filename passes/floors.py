@@ -8,6 +8,7 @@ solver's bound holds, and rules out most choices before anything is priced exact
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -275,9 +276,9 @@ def _common_sizes(dims: list[tuple[tuple[int, tuple[int, ...]], ...]]) -> list[i
             strides.add(stride)
             stride *= size
     ordered = sorted(strides, reverse=True)
-    if 0 in strides or any(big % small for big, small in zip(ordered, ordered[1:], strict=False)):
+    if 0 in strides or any(big % small for big, small in itertools.pairwise(ordered)):
         return None
-    return [big // small for big, small in zip(ordered, ordered[1:], strict=False)]
+    return [big // small for big, small in itertools.pairwise(ordered)]
 
 
 def _cuts(table: Tables, atoms: tuple[tuple[int, tuple[int, ...]], ...], sizes: list[int]) -> Cuts | None:

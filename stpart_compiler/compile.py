@@ -27,6 +27,7 @@ from stpart_compiler.passes.fuse import FuseRegions, FuseScores
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated, Propagate
+from stpart_compiler.passes.refine import RefinePlan
 from stpart_compiler.passes.regions import REGIONS
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError
@@ -121,7 +122,9 @@ def compile_model(
     buckets = by_leaf(dynamic or {}, input_slots(captured))
     graphs = Graphs(annotate(captured, dumper), dumper)
     say(f"propagate: {len(graphs.plain.ops)} ops in {len(graphs.plain.classes)} classes")
-    search = Search(graphs, Costs(prices, grid), limit, options, template, restrictions or Restrictions(), device, say)
+    finer = _three_axes(asked) if grid == _two_axes(asked) != asked else None
+    bounds = restrictions or Restrictions()
+    search = Search(graphs, Costs(prices, grid), limit, options, template, bounds, device, say, finer)
 
     def solve() -> tuple[Plan, Programs]:
         if plan is not None:
@@ -231,12 +234,27 @@ def _grid(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
 
 
 def _two_axes(mesh: Mesh) -> Mesh:
-    wide = [(axis, size) for axis, size in mesh.size.items() if size > 1]
-    if len(wide) <= 2:
-        return mesh
-    inner = wide[1:]
-    name = "_".join(axis for axis, _ in inner)
-    return Mesh((wide[0][0], name), (wide[0][1], math.prod(size for _, size in inner)))
+    """Of three and more wide axes the inner ones as one."""
+    wide = _wide(mesh)
+    return mesh if len(wide) <= 2 else _mesh(wide[0], _joined(wide[1:]))
+
+
+def _three_axes(mesh: Mesh) -> Mesh:
+    """Of four and more wide axes those in the middle as one."""
+    wide = _wide(mesh)
+    return _mesh(wide[0], _joined(wide[1:-1]), wide[-1])
+
+
+def _mesh(*axes: tuple[str, int]) -> Mesh:
+    return Mesh(tuple(axis for axis, _ in axes), tuple(size for _, size in axes))
+
+
+def _wide(mesh: Mesh) -> list[tuple[str, int]]:
+    return [(axis, size) for axis, size in mesh.size.items() if size > 1]
+
+
+def _joined(axes: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    return "_".join(axis for axis, _ in axes), math.prod(size for _, size in axes)
 
 
 @dataclasses.dataclass
@@ -279,12 +297,16 @@ class Search:
     restrictions: Restrictions
     device: torch.device
     say: Progress
+    finer: Mesh | None = None  # the same ranks over more axes, on which the plan is refined
     makers: dict[str | None, MakePlan] = dataclasses.field(default_factory=dict)
 
     def run(self) -> tuple[Plan, Programs]:
         """The cheapest plan that fits. Where memory is short, regions may keep less, and run again what they do not."""
         if self.template is not None:
             return self._run(regions_of(self.graphs, self.template))
+        return self._refined(*self._solved())
+
+    def _solved(self) -> tuple[Plan, Programs]:
         found: list[tuple[Plan, Programs]] = []
         short: list[InfeasibleError] = []
         for regions in (None, *REGIONS):
@@ -301,6 +323,23 @@ class Search:
         if not found:
             raise min(short, key=lambda error: error.least)
         return _cheapest(found)
+
+    def _refined(self, plan: Plan, programs: Programs) -> tuple[Plan, Programs]:
+        """A faster plan on the finer mesh, if one is found whose programs fit; else the plan as it is."""
+        if self.finer is None:
+            return plan, programs
+        self.say(f"refining the plan on the mesh {self.finer}")
+        costs = Costs(self.costs.cluster, self.finer)
+        refine = RefinePlan(costs, self.options, self.limit, self.restrictions.whole_parameters)
+        better = refine.apply(self.graphs.of(plan.regions), plan, self.say)
+        if better is None:
+            return plan, programs
+        better.regions = plan.regions
+        built = self._build(better)
+        if _record_memory(better, built, self.options) > self.limit:
+            self.say("the programs on the finer mesh do not fit in the memory limit")
+            return plan, programs
+        return better, built
 
     def _run(self, regions: str | None) -> tuple[Plan, Programs]:
         """Where the programs' exact peak is over the limit, solve again with less room.
@@ -350,7 +389,8 @@ class Search:
         return plan, programs
 
     def _build(self, plan: Plan) -> Programs:
-        return BuildPrograms(self.costs.link, self.device).apply(self.graphs.of(plan.regions), plan, self.say)
+        costs = self.costs if plan.mesh == self.costs.mesh else Costs(self.costs.cluster, plan.mesh)
+        return BuildPrograms(costs.link, self.device).apply(self.graphs.of(plan.regions), plan, self.say)
 
 
 def _cheapest(found: list[tuple[Plan, Programs]]) -> tuple[Plan, Programs]:
