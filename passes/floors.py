@@ -58,9 +58,11 @@ class LikelyPrices(FloorPrices):
 
 def _kinds(features: Array) -> tuple[Index, list[int]]:
     """Number of the kind of each pair, flat, and one pair of each kind. `features`: [feature, source, target]."""
-    rows = features.reshape(len(features), -1).T
-    _, first, kind = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    return kind.reshape(-1), first.tolist()
+    kind = np.zeros(math.prod(features.shape[1:]), dtype=np.int64)
+    for feature in features:
+        _, values = np.unique(feature.reshape(-1), return_inverse=True)
+        _, first, kind = np.unique(kind * (values.max() + 1) + values, return_index=True, return_inverse=True)
+    return kind, first.tolist()
 
 
 def _features(costs: Costs, sources: Sequence[Layout], targets: Sequence[Layout]) -> Array:

@@ -39,7 +39,7 @@ FILL_ROUNDS = 3
 
 @dataclass(frozen=True)
 class RefinePlan:
-    """annotated ops, plan on a coarse mesh -> a faster plan on `costs.mesh`; None where none is found.
+    """annotated ops, plan on a coarse mesh -> a faster plan on `costs.mesh`, or the same one, with a bound for both.
 
     `memory_limit`: bytes per rank by the solver's estimate. The ops that the coarse plan runs again are run again.
     """
@@ -50,14 +50,16 @@ class RefinePlan:
     whole_parameters: bool = False
 
     @without_gc()
-    def apply(self, graph: Annotated, coarse: Plan, progress: Progress = lambda text: None) -> Plan | None:
+    def apply(self, graph: Annotated, coarse: Plan, progress: Progress = lambda text: None) -> Plan:
         mesh = self.costs.mesh
         restriction = Restriction(layouts=whole_layouts if self.whole_parameters else None)
         again = marked(graph) | frozenset(coarse.recompute)
         space = BuildSpace(self.costs, space_on(mesh)).apply(graph, restriction)
         scores = ScoreChoices(self.options, again).apply(space)
-        if scores.lower >= (1 - self.options.gap) * coarse.seconds:
-            return None
+        lower = min(scores.lower, coarse.bound_seconds)
+        unchanged = replace(coarse, bound_seconds=lower)
+        if lower >= (1 - self.options.gap) * coarse.seconds:
+            return unchanged
         current = start_of(space, coarse, scores)
         best: tuple[Space, Problem, Solution] | None = None
         seconds = float("inf")
@@ -66,7 +68,7 @@ class RefinePlan:
             kept, is_complete = scores.near(current, most, min(seconds, coarse.seconds))
             found = self._solved(only_choices(space, kept), again, _inside(kept, current), progress)
             if found is None:
-                return None
+                return unchanged
             gain = 1 - found[2].seconds / seconds
             if gain > 0:
                 best, seconds = found, found[2].seconds
@@ -75,10 +77,8 @@ class RefinePlan:
             most *= 1 if gain >= LEAST_GAIN else 2
             if most > MOST_CHOICES or is_complete or scores.lower >= (1 - self.options.gap) * seconds:
                 break
-        assert best is not None
-        if seconds >= coarse.seconds:
-            return None
-        lower = min(scores.lower, coarse.bound_seconds)
+        if best is None or seconds >= coarse.seconds:
+            return unchanged
         solution = replace(best[2], bound=min(lower, seconds))
         return written_plan(graph, best[0], best[1], solution, None, coarse.yardsticks, self.options)
 

@@ -122,7 +122,7 @@ def compile_model(
     buckets = by_leaf(dynamic or {}, input_slots(captured))
     graphs = Graphs(annotate(captured, dumper), dumper)
     say(f"propagate: {len(graphs.plain.ops)} ops in {len(graphs.plain.classes)} classes")
-    finer = _three_axes(asked) if grid == _two_axes(asked) != asked else None
+    finer = grids(asked)[1] if grid == grids(asked)[0] else None
     bounds = restrictions or Restrictions()
     search = Search(graphs, Costs(prices, grid), limit, options, template, bounds, device, say, finer)
 
@@ -233,6 +233,11 @@ def _grid(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
     return mesh
 
 
+def grids(mesh: Mesh) -> tuple[Mesh, Mesh | None]:
+    """The mesh on which a plan is made, and the finer one on which it is refined, where there are three wide axes."""
+    return _two_axes(mesh), _three_axes(mesh) if len(_wide(mesh)) > 2 else None
+
+
 def _two_axes(mesh: Mesh) -> Mesh:
     """Of three and more wide axes the inner ones as one."""
     wide = _wide(mesh)
@@ -332,13 +337,13 @@ class Search:
         costs = Costs(self.costs.cluster, self.finer)
         refine = RefinePlan(costs, self.options, self.limit, self.restrictions.whole_parameters)
         better = refine.apply(self.graphs.of(plan.regions), plan, self.say)
-        if better is None:
-            return plan, programs
+        if better.mesh == plan.mesh:
+            return better, programs
         better.regions = plan.regions
         built = self._build(better)
         if _record_memory(better, built, self.options) > self.limit:
             self.say("the programs on the finer mesh do not fit in the memory limit")
-            return plan, programs
+            return dataclasses.replace(plan, bound_seconds=better.bound_seconds), programs
         return better, built
 
     def _run(self, regions: str | None) -> tuple[Plan, Programs]:
