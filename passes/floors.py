@@ -8,6 +8,7 @@ solver's bound holds, and rules out most choices before anything is priced exact
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,9 +58,11 @@ class LikelyPrices(FloorPrices):
 
 def _kinds(features: Array) -> tuple[Index, list[int]]:
     """Number of the kind of each pair, flat, and one pair of each kind. `features`: [feature, source, target]."""
-    rows = features.reshape(len(features), -1).T
-    _, first, kind = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    return kind.reshape(-1), first.tolist()
+    kind = np.zeros(math.prod(features.shape[1:]), dtype=np.int64)
+    for feature in features:
+        _, values = np.unique(feature.reshape(-1), return_inverse=True)
+        _, first, kind = np.unique(kind * (values.max() + 1) + values, return_index=True, return_inverse=True)
+    return kind, first.tolist()
 
 
 def _features(costs: Costs, sources: Sequence[Layout], targets: Sequence[Layout]) -> Array:
@@ -275,9 +278,9 @@ def _common_sizes(dims: list[tuple[tuple[int, tuple[int, ...]], ...]]) -> list[i
             strides.add(stride)
             stride *= size
     ordered = sorted(strides, reverse=True)
-    if 0 in strides or any(big % small for big, small in zip(ordered, ordered[1:], strict=False)):
+    if 0 in strides or any(big % small for big, small in itertools.pairwise(ordered)):
         return None
-    return [big // small for big, small in zip(ordered, ordered[1:], strict=False)]
+    return [big // small for big, small in itertools.pairwise(ordered)]
 
 
 def _cuts(table: Tables, atoms: tuple[tuple[int, tuple[int, ...]], ...], sizes: list[int]) -> Cuts | None:

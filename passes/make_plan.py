@@ -18,6 +18,7 @@ from stpart_compiler.passes.recompute import FindRecompute
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
 from stpart_compiler.passes.space import BuildSpace, Choices, Costs, ParamChoices, Restriction, Space, strategy_of
+from stpart_compiler.passes.strategies import space_on
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
 from stpart_compiler.passes.uses import Assignment
 from stpart_compiler.pauses import without_gc
@@ -169,7 +170,8 @@ class MakePlan:
         reason = chosen.applies(self.costs.mesh)
         if reason is not None:
             raise ValueError(f"template {chosen.name!r}: {reason}")
-        space = BuildSpace(self.costs).apply(graph, self._restricted(chosen.restriction))
+        options = space_on(self.costs.mesh)
+        space = BuildSpace(self.costs, options).apply(graph, self._restricted(chosen.restriction))
         problem = BuildProblem(self.options, chosen.weights_stay, self.options.marked(graph)).apply(space)
         quick = replace(self.options, patience_s=TEMPLATE_PATIENCE_S, gap=max(self.options.gap, TEMPLATE_GAP))
         solution = Solve(quick, self.memory_limit, polish_s=0.0).apply(problem)

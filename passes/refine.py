@@ -8,7 +8,6 @@ least as good as it started with.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -18,25 +17,28 @@ from stpart_compiler.ir.plan import Plan
 from stpart_compiler.ir.spacetime import Strategy
 from stpart_compiler.passes.make_plan import written_plan
 from stpart_compiler.passes.narrow import ScoreChoices, Scores, only_choices
-from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
+from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, memory_bytes
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
-from stpart_compiler.passes.space import BuildSpace, Costs, Space
-from stpart_compiler.passes.strategies import DEFAULT_SPACE
+from stpart_compiler.passes.space import BuildSpace, Costs, Restriction, Space
+from stpart_compiler.passes.strategies import space_on
+from stpart_compiler.passes.templates import whole_layouts
 from stpart_compiler.passes.uses import Assignment
 from stpart_compiler.pauses import without_gc
 
 Progress = Callable[[str], None]
 
-MOST_CHOICES = (16, 32)
-"""Choices per op that are priced exactly, round by round."""
+FIRST_CHOICES, MOST_CHOICES, MOST_ROUNDS = 16, 32, 6
+"""Choices per op that are priced exactly: twice as many once a round gains less than LEAST_GAIN."""
+
+LEAST_GAIN = 0.005
 
 FILL_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class RefinePlan:
-    """annotated ops, plan on a coarse mesh -> a faster plan on `costs.mesh`; None where none is found.
+    """annotated ops, plan on a coarse mesh -> a faster plan on `costs.mesh`, or the same one, with a bound for both.
 
     `memory_limit`: bytes per rank by the solver's estimate. The ops that the coarse plan runs again are run again.
     """
@@ -44,33 +46,38 @@ class RefinePlan:
     costs: Costs
     options: SolverOptions
     memory_limit: int
+    whole_parameters: bool = False
 
     @without_gc()
-    def apply(self, graph: Annotated, coarse: Plan, progress: Progress = lambda text: None) -> Plan | None:
+    def apply(self, graph: Annotated, coarse: Plan, progress: Progress = lambda text: None) -> Plan:
         mesh = self.costs.mesh
+        restriction = Restriction(layouts=whole_layouts if self.whole_parameters else None)
         again = self.options.marked(graph) | frozenset(coarse.recompute)
-        space = BuildSpace(self.costs, replace(DEFAULT_SPACE, timed=timed_axes(mesh))).apply(graph)
+        space = BuildSpace(self.costs, space_on(mesh)).apply(graph, restriction)
         scores = ScoreChoices(self.options, again).apply(space)
-        if scores.lower >= (1 - self.options.gap) * coarse.seconds:
-            return None
+        lower = min(scores.lower, coarse.bound_seconds)
+        unchanged = replace(coarse, bound_seconds=lower)
+        if lower >= (1 - self.options.gap) * coarse.seconds:
+            return unchanged
         current = start_of(space, coarse, scores)
         best: tuple[Space, Problem, Solution] | None = None
         seconds = float("inf")
-        for most in MOST_CHOICES:
+        most = FIRST_CHOICES
+        for _ in range(MOST_ROUNDS):
             kept, is_complete = scores.near(current, most, min(seconds, coarse.seconds))
             found = self._solved(only_choices(space, kept), again, _inside(kept, current), progress)
             if found is None:
-                return None
-            if found[2].seconds < seconds:
+                return unchanged
+            gain = 1 - found[2].seconds / seconds
+            if gain > 0:
                 best, seconds = found, found[2].seconds
                 current = {root: kept[root][i] for root, i in found[2].choice.items()}
             progress(f"{mesh}: {seconds * 1e3:.3f} ms with {most} choices an op")
-            if is_complete or scores.lower >= (1 - self.options.gap) * seconds:
+            most *= 1 if gain >= LEAST_GAIN else 2
+            if most > MOST_CHOICES or is_complete or scores.lower >= (1 - self.options.gap) * seconds:
                 break
-        assert best is not None
-        if seconds >= coarse.seconds:
-            return None
-        lower = min(scores.lower, coarse.bound_seconds)
+        if best is None or seconds >= coarse.seconds:
+            return unchanged
         solution = replace(best[2], bound=min(lower, seconds))
         return written_plan(graph, best[0], best[1], solution, None, coarse.yardsticks, self.options)
 
@@ -84,15 +91,6 @@ class RefinePlan:
         except InfeasibleError:
             return None
         return space, problem, solution
-
-
-def timed_axes(mesh: Mesh) -> tuple[str, ...] | None:
-    """Of three and more wide axes the innermost two of equal size; None where there are no such two: any axis."""
-    wide = [axis for axis in mesh.axes if mesh.size[axis] > 1]
-    if len(wide) < 3:
-        return None
-    pairs = [pair for pair in itertools.combinations(wide, 2) if mesh.size[pair[0]] == mesh.size[pair[1]]]
-    return max(pairs, key=lambda pair: (wide.index(pair[1]), wide.index(pair[0])), default=None)
 
 
 def _inside(kept: Mapping[int, list[int]], choice: Assignment) -> Assignment:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stpart_compiler.ir.layout import Digit, form
@@ -26,7 +26,7 @@ Choice = tuple[str, int]  # ("keep", -1), ("cut", factor) or ("pending", linear 
 class StrategySpace:
     """Which strategies are enumerated. `forms`: multiples of (r, c) used as skewed forms on pairs of equal axes.
 
-    `timed`: axes whose forms may be skewed or have time; None: all. The other axes cut in space alone.
+    `pairs`: those pairs of equal axes; None: all of them.
     """
 
     temporal_1d: bool = True
@@ -35,18 +35,27 @@ class StrategySpace:
     pending: bool = True
     time_only: bool = False
     forms: tuple[tuple[int, int], ...] = ((1, 0), (0, 1), (1, 1))
-    timed: tuple[str, ...] | None = None
-
-    def within(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of the axes that are not cut in space alone."""
-        return axes if self.timed is None else tuple(axis for axis in axes if axis in self.timed)
+    pairs: tuple[tuple[str, str], ...] | None = None
 
 
 TILE_STEPS = (2, 4, 8)
 """Numbers of blocks in which a region may be run where nothing travels."""
 
 DEFAULT_SPACE = StrategySpace()
+MANY_AXES = 3
+"""On so many wide axes skewed forms and 2-D temporal maps are kept to one pair of them."""
+
 FULL_SPACE = StrategySpace(time_only=True, forms=((1, 0), (0, 1), (1, 1), (1, -1)))
+
+
+def space_on(mesh: Mesh) -> StrategySpace:
+    """The default space on a mesh; of three and more wide axes the innermost two of equal size are the pair."""
+    wide = [axis for axis in mesh.axes if mesh.size[axis] > 1]
+    if len(wide) < MANY_AXES:
+        return DEFAULT_SPACE
+    pairs = [pair for pair in itertools.combinations(wide, 2) if mesh.size[pair[0]] == mesh.size[pair[1]]]
+    inner = sorted(pairs, key=lambda pair: (wide.index(pair[1]), wide.index(pair[0])))[-1:]
+    return replace(DEFAULT_SPACE, pairs=tuple(inner))
 
 
 @lru_cache(maxsize=20_000)
@@ -154,7 +163,8 @@ def _spatial(
 
 
 def _equal_pairs(mesh: Mesh, axes: tuple[str, ...], space: StrategySpace) -> list[tuple[str, str]]:
-    return [(a, b) for a, b in itertools.combinations(space.within(axes), 2) if mesh.size[a] == mesh.size[b]]
+    equal = [pair for pair in itertools.combinations(axes, 2) if mesh.size[pair[0]] == mesh.size[pair[1]]]
+    return equal if space.pairs is None else [pair for pair in equal if pair in space.pairs]
 
 
 def _pair_forms(q: int, pair: tuple[str, str], space: StrategySpace) -> list[Digit]:
@@ -246,7 +256,7 @@ def _temporal_1d(
     roles: dict[str, list[int]],
 ) -> Iterator[Strategy]:
     """One factor at d, another at d+t: the six maps of DESIGN section 1."""
-    for axis, (one, two) in itertools.product(space.within(axes), itertools.permutations(("m", "n", "k"), 2)):
+    for axis, (one, two) in itertools.product(axes, itertools.permutations(("m", "n", "k"), 2)):
         q = mesh.size[axis]
         rest = tuple(other for other in axes if other != axis)
         offset = 1 if one == "n" else 0  # the travelling sum then ends where the plain form says
@@ -262,7 +272,7 @@ def _rings(
 
     A result that travels starts one rank further on, so that it ends where the plain form says.
     """
-    for axis, g in itertools.product(space.within(axes), sorted(rule.loops)):
+    for axis, g in itertools.product(axes, sorted(rule.loops)):
         q = mesh.size[axis]
         rest = tuple(other for other in axes if other != axis)
         for f in sorted(movable - {g}):

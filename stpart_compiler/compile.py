@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from stpart_compiler.capture import Captured, capture
 from stpart_compiler.compiled import CompiledModel
 from stpart_compiler.cost_models.cluster import Cluster, load_cluster
 from stpart_compiler.cost_models.sizes import format_bytes, parse_bytes
-from stpart_compiler.grids import over_hierarchy
+from stpart_compiler.grids import coarse_and_fine, grids_to_try
 from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.ir.artifact import Deferred
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
@@ -29,6 +28,7 @@ from stpart_compiler.passes.fuse import FuseRegions, FuseScores
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated, Propagate
+from stpart_compiler.passes.refine import RefinePlan
 from stpart_compiler.passes.regions import REGIONS
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError
@@ -118,7 +118,7 @@ def compile_model(
     prices = load_cluster(cluster, device.type)
     limit = _bytes(memory_limit) if memory_limit is not None else prices.device.memory
     prices.check_mesh(asked)
-    grids = _grids(mesh, asked, prices, template, plan)
+    grids = grids_to_try(mesh, asked, prices, template, plan)
     dumper = Dumper(dump_dir)
     say("capture")
     captured = capture(model, tuple(example_args), dict(example_kwargs or {}), loss_fn=loss_fn, training=training)
@@ -128,7 +128,9 @@ def compile_model(
     limits = restrictions or Restrictions()
 
     def search_on(grid: Mesh) -> Search:
-        return Search(graphs, Costs(prices, grid), limit, options, template, limits, device, say)
+        coarse, fine = coarse_and_fine(asked)
+        finer = fine if grid == coarse else None
+        return Search(graphs, Costs(prices, grid), limit, options, template, limits, device, say, finer)
 
     cache = plan_cache(graphs.plain, asked, prices, limit, options, template, (limits, device.type, grids))
 
@@ -231,46 +233,6 @@ def _bytes(memory_limit: int | str) -> int:
         raise ValueError(f"memory_limit: {error}") from None
 
 
-def _grid(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
-    """The mesh as the solver sees it: the same ranks, two wide axes at most.
-
-    A template of 2-D maps needs an axis of square size written as two. Of three and more axes the inner ones are taken
-    as one.
-    """
-    if plan is not None:
-        return plan.mesh
-    mesh = _two_axes(mesh)
-    if name is None or named_template(name).applies(mesh) is None:
-        return mesh
-    for axis, size in mesh.size.items():
-        root = math.isqrt(size)
-        if root > 1 and root * root == size:
-            return mesh.factored(axis, (root, root))
-    return mesh
-
-
-def _grids(spec: Any, mesh: Mesh, cluster: Cluster, name: str | None, plan: Plan | None) -> list[Mesh]:
-    """The meshes that are tried: of a plain number of ranks also those whose axes follow the cluster's levels."""
-    grids = [_grid(mesh, name, plan)]
-    if isinstance(spec, int) and plan is None:
-        grids += [_grid(other, name, None) for other in over_hierarchy(spec, cluster)]
-    if name is not None:
-        grids = [grid for grid in grids if named_template(name).applies(grid) is None] or grids[:1]
-    distinct: dict[tuple[int, ...], Mesh] = {}
-    for grid in grids:
-        distinct.setdefault(grid.sizes, grid)
-    return list(distinct.values())
-
-
-def _two_axes(mesh: Mesh) -> Mesh:
-    wide = [(axis, size) for axis, size in mesh.size.items() if size > 1]
-    if len(wide) <= 2:
-        return mesh
-    inner = wide[1:]
-    name = "_".join(axis for axis, _ in inner)
-    return Mesh((wide[0][0], name), (wide[0][1], math.prod(size for _, size in inner)))
-
-
 @dataclasses.dataclass
 class Graphs:
     """The annotated graph of a step, op by op and with its regions as one op each."""
@@ -311,6 +273,7 @@ class Search:
     restrictions: Restrictions
     device: torch.device
     say: Progress
+    finer: Mesh | None = None  # the same ranks over more axes, on which the plan is refined
     makers: dict[str | None, MakePlan] = dataclasses.field(default_factory=dict)
 
     def run(self) -> tuple[Plan, Programs]:
@@ -346,6 +309,9 @@ class Search:
         """Where memory is short, regions may keep less, and run again what they do not."""
         if self.template is not None:
             return self._run(regions_of(self.graphs, self.template))
+        return self._refined(*self._solved())
+
+    def _solved(self) -> tuple[Plan, Programs]:
         found: list[tuple[Plan, Programs]] = []
         short: list[InfeasibleError] = []
         for regions in (None, *REGIONS):
@@ -362,6 +328,23 @@ class Search:
         if not found:
             raise min(short, key=lambda error: error.least)
         return _cheapest(found)
+
+    def _refined(self, plan: Plan, programs: Programs) -> tuple[Plan, Programs]:
+        """A faster plan on the finer mesh, if one is found whose programs fit; else the plan as it is."""
+        if self.finer is None:
+            return plan, programs
+        self.say(f"refining the plan on the mesh {self.finer}")
+        costs = Costs(self.costs.cluster, self.finer)
+        refine = RefinePlan(costs, self.options, self.limit, self.restrictions.whole_parameters)
+        better = refine.apply(self.graphs.of(plan.regions), plan, self.say)
+        if better.mesh == plan.mesh:
+            return better, programs
+        better.regions = plan.regions
+        built = self._build(better)
+        if _record_memory(better, built, self.options) > self.limit:
+            self.say("the programs on the finer mesh do not fit in the memory limit")
+            return dataclasses.replace(plan, bound_seconds=better.bound_seconds), programs
+        return better, built
 
     def _run(self, regions: str | None) -> tuple[Plan, Programs]:
         """Where the programs' exact peak is over the limit, solve again with less room.
@@ -413,7 +396,8 @@ class Search:
 
     def _build(self, plan: Plan) -> Programs:
         plan.step_digest = self.graphs.plain.digest
-        return BuildPrograms(self.costs.link, self.device).apply(self.graphs.of(plan.regions), plan, self.say)
+        costs = self.costs if plan.mesh == self.costs.mesh else Costs(self.costs.cluster, plan.mesh)
+        return BuildPrograms(costs.link, self.device).apply(self.graphs.of(plan.regions), plan, self.say)
 
 
 def _on_best_mesh(searches: list[Search]) -> tuple[Plan, Programs]:

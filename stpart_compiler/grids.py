@@ -1,11 +1,15 @@
-"""Meshes for a plain number of ranks: its axes follow the levels of the cluster."""
+"""Meshes as the solver sees them: the same ranks, axes that follow the levels of the cluster, wide axes joined."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from stpart_compiler.cost_models.cluster import Cluster
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
+from stpart_compiler.ir.plan import Plan
+from stpart_compiler.passes.templates import template as named_template
 
 
 def over_hierarchy(ranks: int, cluster: Cluster) -> list[Mesh]:
@@ -16,3 +20,63 @@ def over_hierarchy(ranks: int, cluster: Cluster) -> list[Mesh]:
     joined = [level for level, _ in cluster.levels if level is not None and level < ranks]
     inner = dict.fromkeys(math.gcd(ranks, level) for level in joined)
     return [parse_mesh((ranks // size, size)) for size in inner if size > 1]
+
+
+def _planned(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
+    """The mesh as the solver sees it: the same ranks, two wide axes at most.
+
+    A template of 2-D maps needs an axis of square size written as two. Of three and more axes the inner ones are taken
+    as one.
+    """
+    if plan is not None:
+        return plan.mesh
+    mesh = _two_axes(mesh)
+    if name is None or named_template(name).applies(mesh) is None:
+        return mesh
+    for axis, size in mesh.size.items():
+        root = math.isqrt(size)
+        if root > 1 and root * root == size:
+            return mesh.factored(axis, (root, root))
+    return mesh
+
+
+def grids_to_try(spec: Any, mesh: Mesh, cluster: Cluster, name: str | None, plan: Plan | None) -> list[Mesh]:
+    """The meshes that are tried: of a plain number of ranks also those whose axes follow the cluster's levels."""
+    grids = [_planned(mesh, name, plan)]
+    if isinstance(spec, int) and plan is None:
+        grids += [_planned(other, name, None) for other in over_hierarchy(spec, cluster)]
+    if name is not None:
+        grids = [grid for grid in grids if named_template(name).applies(grid) is None] or grids[:1]
+    distinct: dict[tuple[int, ...], Mesh] = {}
+    for grid in grids:
+        distinct.setdefault(grid.sizes, grid)
+    return list(distinct.values())
+
+
+def coarse_and_fine(mesh: Mesh) -> tuple[Mesh, Mesh | None]:
+    """The mesh on which a plan is made, and the finer one on which it is refined, where there are three wide axes."""
+    return _two_axes(mesh), _three_axes(mesh) if len(_wide(mesh)) > 2 else None
+
+
+def _two_axes(mesh: Mesh) -> Mesh:
+    """Of three and more wide axes the inner ones as one."""
+    wide = _wide(mesh)
+    return mesh if len(wide) <= 2 else _mesh(wide[0], _joined(wide[1:]))
+
+
+def _three_axes(mesh: Mesh) -> Mesh:
+    """Of four and more wide axes those in the middle as one."""
+    wide = _wide(mesh)
+    return _mesh(wide[0], _joined(wide[1:-1]), wide[-1])
+
+
+def _mesh(*axes: tuple[str, int]) -> Mesh:
+    return Mesh(tuple(axis for axis, _ in axes), tuple(size for _, size in axes))
+
+
+def _wide(mesh: Mesh) -> list[tuple[str, int]]:
+    return [(axis, size) for axis, size in mesh.size.items() if size > 1]
+
+
+def _joined(axes: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    return "_".join(axis for axis, _ in axes), math.prod(size for _, size in axes)

@@ -173,9 +173,7 @@ def _laid_out(
         digits = tuple(digit.at_rest(t or 0) for digit in cut if t is not None or not digit.tau)
         return Atom(factor.size, digits, factor.window if cut else None)
 
-    dims = tuple(
-        tuple(map(at_rest, named, digits)) or (Atom(1),) for named, digits in zip(factors, cuts, strict=True)
-    )
+    dims = tuple(tuple(map(at_rest, named, digits)) or (Atom(1),) for named, digits in zip(factors, cuts, strict=True))
     return Layout(dims, partial, combine)
 
 
