@@ -15,7 +15,7 @@ from stpart_compiler.ir.layout import Digit, form, gather, split
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.rule import COMBINED, HALO, ONLINE, WHOLE, OpRule, refined
 from stpart_compiler.ir.spacetime import Strategy, derive, factor_range
-from stpart_compiler.passes.rules import MERGES, Block, OpCall, Operand, is_void, local_call, op_call, rule_of
+from stpart_compiler.passes.rules import Block, OpCall, Operand, is_void, local_call, merge_of, op_call, rule_of
 from stpart_compiler.passes.rules.registry import bind
 
 LINE = {q: Mesh(("d",), (q,)) for q in (2, 3, 4)}
@@ -144,7 +144,8 @@ def check_merges(ex: Example, parts: int = 3) -> None:
     for f, factor in enumerate(ex.rule.factors):
         if factor.kind != ONLINE or factor.size < 2:
             continue
-        merge, merged = MERGES[ex.call.target], None
+        merge, merged = merge_of(ex.call.target), None
+        assert merge is not None
         timed = Strategy(tuple((form(parts, 1),) if g == f else () for g in range(len(ex.rule.factors))), parts)
         for t in range(parts):
             block = Block(ex.rule, factor_range(timed, ex.rule, LINE[2], 0, t))
