@@ -134,11 +134,14 @@ def _find_op(name: _OpName) -> Any:
 
 def substituted(item: Any, leaf: Callable[[Any], Any]) -> Any:
     """An argument of an instruction or call with each part of its lists, tuples and dicts replaced by `leaf(part)`."""
+    if isinstance(item, (list, tuple)):
+        return type(item)([substituted(x, leaf) if isinstance(x, _NESTED) else leaf(x) for x in item])
     if isinstance(item, dict):
         return {key: substituted(part, leaf) for key, part in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(substituted(part, leaf) for part in item)
     return leaf(item)
+
+
+_NESTED = (list, tuple, dict)
 
 
 def values_in(item: Any) -> list[Value]:
