@@ -14,7 +14,7 @@ from typing import Any
 
 import sympy as sp
 
-Expr = Any  # sympy has no types of its own
+from stpart_compiler.ir.overlap import Expr
 
 
 @total_ordering

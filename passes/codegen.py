@@ -8,7 +8,8 @@ transfers in a row the next one starts when a heavy op has run beside the last. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,13 +129,10 @@ class PhaseEmitter:
         self._start(key, layout)
         found = self.have[(key, layout)]
         if isinstance(found, Pending):
-            keep, self.builder.origin = self.builder.origin, self._relayout_origin(key)
-            first = len(self.builder.body)
-            found = found.finish()
-            if layout.partial and found is self.have.get((key, self._made_in(key))):
-                found = self._alias(found)
-            self._allow_pending(first)
-            self.builder.origin = keep
+            with self._relayout(key):
+                found = found.finish()
+                if layout.partial and found is self.have.get((key, self._made_in(key))):
+                    found = self._alias(found)
             self.have[(key, layout)] = found
             self._note_pending(found, layout)
         return found
@@ -153,14 +151,10 @@ class PhaseEmitter:
         if (key, layout) in self.have:
             return
         value = self.fetch(key, source)
-        plan = redistribute(source, layout, self.mesh, self.placement.cost)
-        keep, self.builder.origin = self.builder.origin, self._relayout_origin(key)
-        first = len(self.builder.body)
-        made = emit_redistribution(self.builder, value, plan, self.mesh)
-        if made is value and layout.partial:
-            made = self._alias(value)
-        self._allow_pending(first)
-        self.builder.origin = keep
+        with self._relayout(key):
+            made = self._begun(value, source, layout)
+            if made is value and layout.partial:
+                made = self._alias(value)
         self.have[(key, layout)] = made
         if isinstance(made, Value):
             self._note_pending(made, layout)
@@ -184,11 +178,8 @@ class PhaseEmitter:
             if isinstance(made, Value) or made.left < 2:
                 del self.chains[place]
             elif began < self.heavy:
-                keep, self.builder.origin = self.builder.origin, self._relayout_origin(place[0])
-                first = len(self.builder.body)
-                made.advance()
-                self._allow_pending(first)
-                self.builder.origin = keep
+                with self._relayout(place[0]):
+                    made.advance()
                 self.chains[place] = self.heavy
 
     def _on_the_way(self, op: OpNode) -> bool:
@@ -220,9 +211,15 @@ class PhaseEmitter:
             aten.alias.default, (value,), shape=value.shape, dtype=value.dtype, stem=f"{value.name}_p", kind="view"
         )
 
-    def _relayout_origin(self, key: ValueKey) -> Origin:
+    @contextmanager
+    def _relayout(self, key: ValueKey) -> Iterator[None]:
+        """What is emitted meanwhile belongs to a re-layout of the value, and may read its pending sums."""
         op = self.placement.graph.by_name.get(key[0])
-        return Origin(key[0], op.module_path if op else "", "re-layout", line=op.line if op else "")
+        keep, first = self.builder.origin, len(self.builder.body)
+        self.builder.origin = Origin(key[0], op.module_path if op else "", "re-layout", line=op.line if op else "")
+        yield
+        self._allow_pending(first)
+        self.builder.origin = keep
 
     def _allow_pending(self, first: int) -> None:
         for instr in self.builder.body[first:]:

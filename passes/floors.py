@@ -290,7 +290,7 @@ def _cuts(table: Tables, atoms: tuple[tuple[int, tuple[int, ...]], ...], sizes: 
 
 
 def repackings(costs: Costs, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: int) -> Array:
-    """`Costs.repacking` of all pairs, seconds."""
+    """The local copies of `Costs.priced`, seconds, of all pairs at once."""
     sides = [*sources, *targets]
     atoms = [[atom for dim in layout.dims for atom in dim if atom.size > 1] for layout in sides]
     numbers: dict[object, int] = {}

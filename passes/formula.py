@@ -22,8 +22,9 @@ import torch
 
 from stpart_compiler.cost_models.cluster import Cluster, Device
 from stpart_compiler.cost_models.compute import flops
-from stpart_compiler.cost_models.traced import Expr, Symbols, Traced, expression, value_of
+from stpart_compiler.cost_models.traced import Symbols, Traced, expression, value_of
 from stpart_compiler.ir.layout import Atom, Digit, Layout
+from stpart_compiler.ir.overlap import Expr
 from stpart_compiler.ir.rule import OpRule, TensorMap, block_shape
 from stpart_compiler.ir.spacetime import SLICE, Port, Strategy, derive
 from stpart_compiler.passes.held import op_bytes

@@ -70,8 +70,7 @@ class MakePlan:
             space, problem, solution = self._template(graph, template(self.name))
             return written_plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
         if self.known.whole is None:
-            space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
-            self.known.whole = (space, BuildProblem(self.options, again=self.options.marked(graph)).apply(space))
+            self.known.whole = self._whole(graph)
         space, problem = self.known.whole
         if self.known.yardsticks is None:
             self.known.yardsticks = self._yardsticks(graph, progress) if self.options.yardsticks else {}
@@ -91,9 +90,13 @@ class MakePlan:
 
     def least(self, graph: Annotated) -> int:
         """Bytes per rank that some assignment needs, of those that need little."""
-        space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
-        problem = BuildProblem(self.options, again=self.options.marked(graph)).apply(space)
+        _, problem = self._whole(graph)
         return memory_bytes(problem, find_leanest(problem))
+
+    def _whole(self, graph: Annotated) -> tuple[Space, Problem]:
+        """The space without a template's restrictions, and its prices."""
+        space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
+        return space, BuildProblem(self.options, again=self.options.marked(graph)).apply(space)
 
     def _solved(self, space: Space, problem: Problem, hint: Assignment | None, progress: Progress) -> Found:
         """The cheapest assignment found; where memory is short, also with some of forward run again in backward."""
@@ -259,11 +262,8 @@ def _is_spatial(space: Space, choice: Assignment) -> bool:
 def only_chosen(space: Space, choice: Assignment) -> Space:
     """The space in which an assignment is all there is: choice 0 of every root."""
     params = [ParamChoices(p.names, p.value, [p.layouts[choice[-1 - i]]]) for i, p in enumerate(space.params)]
-    choices = []
-    for klass, found in enumerate(space.choices):
-        s, _ = strategy_of(space, choice, klass)
-        taken = [found.strategies[s]], [found.derived[s]], [found.seconds[s]], [found.moved[s]]
-        choices.append(Choices(found.op, found.count, *taken, klass, [[0]]))
+    chosen = [strategy_of(space, choice, klass)[0] for klass in range(len(space.choices))]
+    choices = [found.picked([chosen[klass]], klass, [[0]]) for klass, found in enumerate(space.choices)]
     return replace(space, choices=choices, params=params)
 
 

@@ -86,13 +86,4 @@ def only_choices(space: Space, kept: dict[int, list[int]]) -> Space:
 def _some(found: Choices, new: dict[int, int]) -> Choices:
     members = [[new[i] for i in ids if i in new] for ids in found.members]
     used = [s for s, ids in enumerate(members) if ids]
-    return Choices(
-        found.op,
-        found.count,
-        [found.strategies[s] for s in used],
-        [found.derived[s] for s in used],
-        [found.seconds[s] for s in used],
-        [found.moved[s] for s in used],
-        found.root,
-        [members[s] for s in used],
-    )
+    return found.picked(used, found.root, [members[s] for s in used])

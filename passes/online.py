@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from stpart_compiler.capture import Captured
 from stpart_compiler.cost_models.compute import is_view
@@ -32,18 +33,19 @@ class WriteOnline:
     """captured step -> the same with the softmax of attention in parts, and the names of those; None where none is."""
 
     def apply(self, captured: Captured) -> tuple[Captured, frozenset[str]] | None:
+        ends = captured.gm.graph.find_nodes(op="call_function", target=aten._softmax_backward_data.default)
+        found = [pair for node in ends if (pair := _attention(node)) is not None]
+        if not found:
+            return None
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         for node in captured.gm.graph.nodes:
             copied[node] = graph.node_copy(node, copied.__getitem__)
-        found = [node for node in graph.nodes if node.target is aten._softmax_backward_data.default]
-        pairs = [pair for node in found if (pair := _attention(node)) is not None]
+        pairs = [pair.copied(copied) for pair in found]
         for pair in pairs:
             _rewrite(pair)
-        if not pairs:
-            return None
         graph.lint()
-        gm = fx.GraphModule(captured.gm, graph, "Online")
+        gm = _LazyGraphModule(captured.gm, graph, "Online")
         return dataclasses.replace(captured, gm=gm), frozenset(pair.softmax.name for pair in pairs)
 
 
@@ -55,6 +57,10 @@ class _Attention:
     backward: fx.Node
     out: fx.Node
     grad_out: fx.Node
+
+    def copied(self, copies: dict[fx.Node, fx.Node]) -> _Attention:
+        """The same in a copy of the graph."""
+        return _Attention(*(copies[node] for node in (self.softmax, self.backward, self.out, self.grad_out)))
 
 
 def _attention(backward: fx.Node) -> _Attention | None:

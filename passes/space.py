@@ -93,7 +93,7 @@ class Costs:
 
     def extents(self, op: OpNode, strategy: Strategy) -> list[int]:
         """Per factor, the size of the largest block that is computed at once."""
-        return block_extents(op, strategy)
+        return [factor_atom(op.rule, strategy, f).largest for f in range(len(op.rule.factors))]
 
     def steps(self, strategy: Strategy) -> int:
         return strategy.steps
@@ -150,11 +150,6 @@ class Costs:
         return moved, tuple(sorted(axes))
 
 
-def block_extents(op: OpNode, strategy: Strategy) -> list[int]:
-    """Per factor, the size of the largest block that is computed at once."""
-    return [factor_atom(op.rule, strategy, f).largest for f in range(len(op.rule.factors))]
-
-
 @dataclass
 class Choices:
     """Strategies of one op class. `members[s]`: the root's choices under which strategy s is used."""
@@ -167,6 +162,19 @@ class Choices:
     moved: list[int]
     root: int
     members: list[list[int]]
+
+    def picked(self, kept: Sequence[int], root: int, members: list[list[int]]) -> Choices:
+        """Some of the strategies, with the root's choices under which each of them is used."""
+        return Choices(
+            self.op,
+            self.count,
+            [self.strategies[s] for s in kept],
+            [self.derived[s] for s in kept],
+            [self.seconds[s] for s in kept],
+            [self.moved[s] for s in kept],
+            root,
+            members,
+        )
 
 
 @dataclass
@@ -406,16 +414,7 @@ def _grouped(own: Choices, root: int, produced: list[tuple[Layout, list[int]]], 
     for layout, ids in produced:
         members.setdefault(table[layout], []).extend(ids)
     kept = sorted(members)
-    return Choices(
-        own.op,
-        own.count,
-        [own.strategies[i] for i in kept],
-        [own.derived[i] for i in kept],
-        [own.seconds[i] for i in kept],
-        [own.moved[i] for i in kept],
-        root,
-        [members[i] for i in kept],
-    )
+    return own.picked(kept, root, [members[i] for i in kept])
 
 
 def rest_layouts(shape: Sequence[int], mesh: Mesh) -> list[Layout]:

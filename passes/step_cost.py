@@ -17,7 +17,7 @@ from stpart_compiler.passes.inner_rings import inner_ring
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import OpCall
-from stpart_compiler.passes.space import Costs, block_extents
+from stpart_compiler.passes.space import Costs
 
 _TAKEN = frozenset("bsfepFB")
 """Letters with a meaning of their own."""
@@ -36,7 +36,7 @@ def step_costs(op: OpNode, strategy: Strategy, derived: Derived, costs: Costs) -
 
 def _step_cost(op: OpNode, strategy: Strategy, derived: Derived, costs: Costs) -> StepCost | None:
     moving = _moving(op, derived)
-    largest = block_extents(op, strategy)
+    largest = costs.extents(op, strategy)
     work = [(n, costs.cluster.device.matmul_seconds(n, dtype)) for n, dtype in _products(op.call, op.rule, largest)]
     seconds = sum(second for _, second in work)
     if strategy.steps == 1 or not moving or not seconds:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from slow_ranks import CLUSTER
 from torch import nn
 
 import stpart_compiler as st
-from stpart_compiler.cost_models.cluster import Device, Link
 from stpart_compiler.ir.layout import coordinate
 from stpart_compiler.runtime.rank_module import RankModule
 
@@ -28,8 +28,6 @@ MAX_NORM = 0.5  # below the norms met here, so that clipping changes the steps
 LIMIT_S = 240.0  # for all ranks of a launch
 HANG_S, PATIENCE_S = 4.0, 60.0  # timeouts of the runs in which a rank stops or dies
 
-# Slow ranks on a fast network: cutting pays at these sizes too.
-CLUSTER = st.Cluster("slow ranks", Device("slow", "cpu", (("float32", 1e8),), 2**34, 1e10), ((None, Link(1e-9, 1e11)),))
 SOLVER = st.SolverOptions(time_limit_s=60, patience_s=3, yardsticks=False)
 
 
