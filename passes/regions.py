@@ -268,7 +268,9 @@ def _after(graph: Annotated, links: _Links, names: set[str]) -> set[str]:
 
 
 def _viewed(graph: Annotated, body: list[OpNode]) -> list[OpNode]:
-    """The body with the views through which it reads: two views of one value are then one operand."""
+    """The body with the views through which it reads: two views of one value are then one operand. A view may look at
+    what the body itself makes, and comes after it.
+    """
     inside = {op.name for op in body}
     views: dict[str, OpNode] = {}
     todo = [name for op in body for name, _ in op.operands]
@@ -279,7 +281,7 @@ def _viewed(graph: Annotated, body: list[OpNode]) -> list[OpNode]:
         if len(op.call.results) == 1:
             views[op.name] = op
             todo.append(op.operands[0][0])
-    return [*(op for op in graph.ops if op.name in views), *body]
+    return [op for op in graph.ops if op.name in inside or op.name in views]
 
 
 def _remade(
