@@ -37,10 +37,15 @@ class Decompose:
         for node in found:
             (_REWRITES.get(node.target) or _expand)(Inserter(node))
         if found:
-            gm.graph.eliminate_dead_code()  # results that nobody reads
-            gm.graph.lint()
+            _erase_unread(gm.graph)
             gm.recompile()
         return gm
+
+
+def _erase_unread(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,8 @@ def views_of(graph: Annotated, rest: AbstractSet[ValueKey]) -> frozenset[str]:
 @lru_cache(maxsize=4)
 def marked(graph: Annotated) -> frozenset[str]:
     """Ops that the user's torch.utils.checkpoint asks to run again; what leaves a checkpoint is saved."""
+    if all(op.checkpoint is None for op in graph.ops):
+        return NOTHING_AGAIN
     leaves = {key[0] for key in orders(graph).results}
     for op in reversed(graph.ops):
         if op.checkpoint is None or op.name in graph.backward:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +24,7 @@ from stpart_compiler.capture.breaks import user_line
 from stpart_compiler.ir.plan import layers_folded
 from stpart_compiler.ir.rule import HALO, WHOLE, DimMap, Factor, OpRule, refined
 from stpart_compiler.passes.rules import OpCall, discovered_rule, rule_of
-from stpart_compiler.passes.rules.calls import op_call
+from stpart_compiler.passes.rules.calls import OpCalls
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -135,6 +134,7 @@ def _collect(captured: Captured) -> tuple[list[OpNode], dict[ValueKey, ValueInfo
     ops: list[OpNode] = []
     values: dict[ValueKey, ValueInfo] = {}
     alias: dict[str, ValueKey] = {}
+    calls = OpCalls()
     rules: dict[str, tuple[OpRule, bool, bool]] = {}
     for node in captured.gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -142,7 +142,7 @@ def _collect(captured: Captured) -> tuple[list[OpNode], dict[ValueKey, ValueInfo
         elif node.op == "call_function" and node.target is operator.getitem and node.args[0].name not in alias:
             alias[node.name] = (node.args[0].name, node.args[1])
         elif node.op == "call_function":
-            ops.append(_op_node(node, alias, rules))
+            ops.append(_op_node(node, calls(node), alias, rules))
             _add_results(values, alias, node, ops[-1].call)
     return ops, values, alias
 
@@ -172,8 +172,9 @@ def _add_results(values: dict[ValueKey, ValueInfo], alias: dict[str, ValueKey], 
         alias[node.name] = (node.name, 0)
 
 
-def _op_node(node: fx.Node, alias: dict[str, ValueKey], rules: dict[str, tuple[OpRule, bool, bool]]) -> OpNode:
-    call = op_call(node)
+def _op_node(
+    node: fx.Node, call: OpCall, alias: dict[str, ValueKey], rules: dict[str, tuple[OpRule, bool, bool]]
+) -> OpNode:
     if call.text not in rules:
         own = rule_of(call)
         found = own or discovered_rule(call)
@@ -234,18 +235,24 @@ def _refine(ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
             by_value.setdefault(key, []).append(index)
     spread = _Memo(_spread)
     split: _Memo[tuple[TensorCuts, ...], OpRule] = _Memo(lambda rule, known: refined(rule, _factor_parts(rule, known)))
-    queue = deque(range(len(ops)))
-    waiting = set(queue)
-    while queue:
-        index = queue.popleft()
-        waiting.remove(index)
+    waiting = bytearray(b"\1") * len(ops)
+
+    def visit(index: int) -> None:
+        waiting[index] = 0
         before = tuple(cuts.get(key, ()) for key in ports[index])
         for key, grown in zip(ports[index], spread(ops[index].rule, before), strict=True):
             if grown and grown != cuts[key]:
                 # one value may be several operands
                 cuts[key] = tuple(_with_cuts(old, new) for old, new in zip(cuts[key], grown, strict=True))
-                queue += [other for other in by_value[key] if other not in waiting]
-                waiting.update(by_value[key])
+                for other in by_value[key]:
+                    waiting[other] = 1
+
+    steps = range(len(ops))
+    while any(waiting):
+        for index in steps:
+            if waiting[index]:
+                visit(index)
+        steps = steps[::-1]  # cuts go from an op to what reads its results, and to what made its operands
     for op, keys in zip(ops, ports, strict=True):
         op.rule = split(op.rule, tuple(cuts.get(key, ()) for key in keys))
     for key, info in values.items():
@@ -315,6 +322,8 @@ def _with_cuts(known: Cuts, new: set[int] | Cuts) -> Cuts:
 
 
 def _parts(size: int, cuts: Cuts) -> list[int]:
+    if not cuts:
+        return [size]
     bounds = sorted({1, *cuts, size}, reverse=True)
     return [major // minor for major, minor in pairwise(bounds)] if size > 1 else [size]
 
@@ -360,6 +369,7 @@ def reached_from(
     marks: dict[ValueKey, Marks] = {
         key: tuple((info.kind == kind and source(key, i),) * len(dim) for i, dim in enumerate(info.atoms))
         for key, info in values.items()
+        if info.kind != "op"
     }
     through = _Memo(_marked)
     found: dict[str, frozenset[int]] = {}

@@ -19,7 +19,7 @@ def op_call(node: fx.Node) -> OpCall:
 
     def read(item: Any) -> Any:
         if isinstance(item, fx.Node) and isinstance(item.meta["val"], torch.Tensor):
-            operands.append(_described(len(operands), item.meta["val"]))
+            operands.append(Operand(len(operands), *_described(item.meta["val"])))
             return operands[-1]
         if isinstance(item, (list, tuple)):
             return tuple(read(part) for part in item) if isinstance(item, tuple) else [read(part) for part in item]
@@ -27,13 +27,47 @@ def op_call(node: fx.Node) -> OpCall:
 
     args = tuple(read(arg) for arg in node.args)
     kwargs = {name: read(value) for name, value in node.kwargs.items()}
-    return OpCall(node.target, args, kwargs, tuple(operands), _results(node.meta["val"]))
+    results = enumerate(_results(node.meta["val"]))
+    return OpCall(
+        node.target, args, kwargs, tuple(operands), tuple(Operand(i, *made) if made else None for i, made in results)
+    )
 
 
-def _described(index: int, value: torch.Tensor) -> Operand:
-    return Operand(index, tuple(int(size) for size in value.shape), value.dtype)
+class OpCalls:
+    """`op_call` of the nodes of a graph. Calls of the same text are one object: those of identical layers, say."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Any, ...], OpCall] = {}
+        self.described: dict[fx.Node, Described | None] = {}
+
+    def __call__(self, node: fx.Node) -> OpCall:
+        arguments = (self._key(node.args), *((name, self._key(value)) for name, value in node.kwargs.items()))
+        key = (node.target, _results(node.meta["val"]), arguments)
+        if key not in self.known:
+            self.known[key] = op_call(node)
+        return self.known[key]
+
+    def _key(self, item: Any) -> Any:
+        if isinstance(item, fx.Node) and (tensor := self._tensor(item)):
+            return tensor
+        if isinstance(item, (list, tuple)):
+            return (type(item), *map(self._key, item))
+        return repr(item)  # 1, 1.0 and True are equal
+
+    def _tensor(self, node: fx.Node) -> Described | None:
+        if node not in self.described:
+            value = node.meta["val"]
+            self.described[node] = _described(value) if isinstance(value, torch.Tensor) else None
+        return self.described[node]
 
 
-def _results(value: Any) -> tuple[Operand | None, ...]:
+Described = tuple[tuple[int, ...], torch.dtype]
+
+
+def _described(value: torch.Tensor) -> Described:
+    return tuple(map(int, value.shape)), value.dtype
+
+
+def _results(value: Any) -> tuple[Described | None, ...]:
     values = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(_described(i, v) if isinstance(v, torch.Tensor) else None for i, v in enumerate(values))
+    return tuple(_described(v) if isinstance(v, torch.Tensor) else None for v in values)
