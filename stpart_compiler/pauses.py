@@ -11,15 +11,12 @@ import torch
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Garbage waits until the block ends. What the block made then counts as old: a first walk over it takes long."""
+    """Garbage waits until the block ends."""
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collecting and not gc.get_freeze_count():  # what the user froze stays frozen
-            gc.freeze()
-            gc.unfreeze()
         if collecting:
             gc.enable()
 
