@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from once import traced_once
 from slow_ranks import CLUSTER, SOLVER
 from torch import nn
 from torch.nn import functional as F
@@ -317,13 +317,15 @@ def _double(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-@pytest.mark.parametrize(("name", "plan"), list(itertools.product(CASES, range(len(PLANS)))))
+@pytest.mark.parametrize("plan", range(len(PLANS)))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CASES])
 def test_equal_to_one_device(name: str, plan: int) -> None:
     torch.manual_seed(0)
     mesh, template = PLANS[plan]
     model, args = CASES[name]()
     model, args = model.double(), tuple(_double(arg) for arg in args)
-    compiled = st.compile_model(model, args, mesh=mesh, template=template, cluster=CLUSTER, solver=SOLVER)
+    with traced_once(("exactness", name)):
+        compiled = st.compile_model(model, args, mesh=mesh, template=template, cluster=CLUSTER, solver=SOLVER)
     single = copy.deepcopy(model)
     loss = single(*args)
     loss.backward()

@@ -8,14 +8,13 @@ numbers of them in lockstep.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 from lockstep_step import lockstep_step
+from once import traced_before, traced_once
 from slow_ranks import CLUSTER
 from torch import nn
 from torch.nn import functional as F
@@ -72,18 +71,10 @@ class Case:
         self.graph = annotate(self.captured)
 
     def compile(self, mesh: Any, template: str | None) -> st.CompiledModel:
-        with self._captured():
+        with traced_before(self.captured, self.graph):
             return st.compile_model(
                 self.model, (), self.call, mesh=mesh, template=template, cluster=CLUSTER, solver=SOLVER
             )
-
-    @contextmanager
-    def _captured(self) -> Iterator[None]:
-        """Capture takes seconds and is the same for every mesh."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("stpart_compiler.compile.capture", lambda *args, **kwargs: self.captured)
-            patch.setattr("stpart_compiler.compile.annotate", lambda *args, **kwargs: self.graph)
-            yield
 
 
 @lru_cache
@@ -263,21 +254,22 @@ class Variant:
         return output["loss"] if self.loss_fn is None else self.loss_fn(output)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in VARIANTS])
 @pytest.mark.parametrize("mesh", [2, 3, (2, 2)], ids=str)
 @pytest.mark.parametrize("template", [None, "zero3", "megatron", "ring", "metp"], ids=str)
 def test_variant(name: str, mesh: Any, template: str | None) -> None:
     variant = Variant(name)
-    compiled = st.compile_model(
-        variant.model,
-        (variant.x,),
-        variant.call,
-        mesh=mesh,
-        template=template,
-        loss_fn=variant.loss_fn,
-        cluster=CLUSTER,
-        solver=SOLVER,
-    )
+    with traced_once(("variant", name)):
+        compiled = st.compile_model(
+            variant.model,
+            (variant.x,),
+            variant.call,
+            mesh=mesh,
+            template=template,
+            loss_fn=variant.loss_fn,
+            cluster=CLUSTER,
+            solver=SOLVER,
+        )
     # All that the module changes in place is changed here first: the compiled model must start from the same state.
     before = {key: buffer.clone() for key, buffer in variant.model.named_buffers()}
     result = compiled.run_in_process(variant.x, **variant.call)

@@ -10,9 +10,9 @@ import dataclasses
 from functools import lru_cache
 from typing import Any
 
-import pytest
 import torch
 from lockstep_step import lockstep_step
+from once import traced_before
 from slow_ranks import CLUSTER, SOLVER
 from traced_zoo import by_model, traced
 from zoo import KERNEL_FLOAT32, ZOO, Step, make
@@ -36,9 +36,7 @@ class Case:
         self.loss.backward()
 
     def compile(self, mesh: Any, template: str | None) -> st.CompiledModel:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("stpart_compiler.compile.capture", lambda *args, **kwargs: self.captured)
-            patch.setattr("stpart_compiler.compile.annotate", lambda *args, **kwargs: self.graph)
+        with traced_before(self.captured, self.graph):
             return st.compile_model(
                 self.step.model,
                 self.step.args,

@@ -1,0 +1,46 @@
+"""One capture of a model for many plans: tracing takes longer than a plan of a small model, and gives the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from stpart_compiler import compile as compiling
+from stpart_compiler.capture import Captured
+from stpart_compiler.passes.propagate import Annotated
+
+_known: dict[tuple[str, Hashable], Any] = {}
+
+
+@contextmanager
+def traced_before(captured: Captured, graph: Annotated) -> Iterator[None]:
+    """Inside, `compile_model` takes this step as captured and annotated."""
+    with _patched(lambda *args, **kwargs: captured, lambda *args, **kwargs: graph):
+        yield
+
+
+@contextmanager
+def traced_once(key: Hashable) -> Iterator[None]:
+    """Inside, `compile_model` captures what `key` stands for, if it has not done so before in this process."""
+    with _patched(_once("capture", key, compiling.capture), _once("annotate", key, compiling.annotate)):
+        yield
+
+
+def _once(what: str, key: Hashable, function: Callable[..., Any]) -> Callable[..., Any]:
+    def known(*args: Any, **kwargs: Any) -> Any:
+        if (what, key) not in _known:
+            _known[what, key] = function(*args, **kwargs)
+        return _known[what, key]
+
+    return known
+
+
+@contextmanager
+def _patched(capture: Callable[..., Any], annotate: Callable[..., Any]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "capture", capture)
+        patch.setattr(compiling, "annotate", annotate)
+        yield
