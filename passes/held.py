@@ -166,9 +166,9 @@ class Memory:
         """Choices of a root that are alike for a value: the first of each kind, and all."""
         key = (id(mixed), root)
         if key not in self._known:
-            sides = [side.index for d in mixed.demands for side in (d.source, d.target) if side.root == root]
-            _, first, kind = np.unique(np.stack(sides), axis=1, return_index=True, return_inverse=True)
-            kind = kind.reshape(-1)
+            first, kind = _kinds(
+                [side.index for d in mixed.demands for side in (d.source, d.target) if side.root == root]
+            )
             self._known[key] = [(int(one), np.flatnonzero(kind == number)) for number, one in enumerate(first)]
         return self._known[key]
 
@@ -194,6 +194,13 @@ class Memory:
     def _of(self, demand: Demand, root: int, counts: Counts) -> Bytes:
         numbers = demand.along(root, len(self.tables[root]))
         return np.where(numbers == NOTHING, 0, np.array(self.sizes)[numbers])[:, None] * counts[None, :]
+
+
+def _kinds(columns: Sequence[Index]) -> tuple[Index, Index]:
+    """Places at which all columns agree are of one kind: the first place of each kind, and the kind of every place."""
+    known: dict[tuple[int, ...], int] = {}
+    kind = [known.setdefault(row, len(known)) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    return np.unique(kind, return_index=True)[1], np.array(kind)
 
 
 class _Maker:
@@ -278,12 +285,12 @@ class _Maker:
         numbers = [demand.along(root, size) for demand in demands]
         if not numbers:
             return True
-        kinds, kind = np.unique(np.stack(numbers), axis=1, return_inverse=True)
-        rows = np.stack([self._held(demands, column) for column in kinds.T])
+        first, kind = _kinds(numbers)
+        rows = np.stack([self._held(demands, column) for column in np.stack(numbers)[:, first].T])
         if root is None:
             self.constant += rows[0]
         else:
-            self.tables[root] += rows[kind.reshape(-1)]
+            self.tables[root] += rows[kind]
         return True
 
     def _held(self, demands: list[Demand], numbers: Index) -> Bytes:
@@ -312,11 +319,12 @@ class _Maker:
         for klass, choices in enumerate(self.space.choices):
             if klass not in places:
                 continue
+            own = np.zeros(len(self.tables[choices.root]), dtype=np.int64)
             for s, members in enumerate(choices.members):
                 chosen = choices.op, choices.strategies[s], choices.derived[s]
-                nbytes = _own_bytes(self.space.costs, *chosen, self.line.lasting)
-                if nbytes:
-                    self.tables[choices.root][np.ix_(members, places[klass])] += nbytes
+                own[members] = _own_bytes(self.space.costs, *chosen, self.line.lasting)
+            if own.any():
+                self.tables[choices.root][:, places[klass]] += own[:, None]
 
 
 def op_bytes(
