@@ -31,7 +31,8 @@ from stpart_compiler.passes.held import op_bytes
 from stpart_compiler.passes.inner_rings import inner_op, inner_ring, inner_strategy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey, reached_from
 from stpart_compiler.passes.rules.region import Region
-from stpart_compiler.passes.rules.registry import OpCall
+from stpart_compiler.passes.rules.registry import WORK, OpCall
+from stpart_compiler.passes.shares import step_shares
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.timeline import timeline
 
@@ -159,22 +160,23 @@ class _TracedCosts(Costs):
         return self.symbols.named("R", seconds) if seconds else 0.0
 
     def flops(self, op: OpNode, strategy: Strategy) -> Any:
-        """Of one rank, in all steps."""
+        """Of the busiest rank, in all steps."""
         extents, call = self.extents(op, strategy), op.call
+        steps = max(map(sum, step_shares(op, strategy, self.mesh)), default=self.steps(strategy))
         if not isinstance(call.target, Region):
             maps = (op.rule.inputs, op.rule.outputs)
             ins, outs = ([block_shape(tensor, extents) for tensor in tensors] for tensors in maps)
-            return flops(call, ins, outs) * self.steps(strategy)
+            return flops(call, ins, outs) * steps
         total: Any = 0
         for inner in call.target.body:
             ring = inner_ring(op, strategy, inner, self.mesh)
             if ring is not None:
                 total += self.flops(ring.op, ring.strategy)
-            elif isinstance(inner.call.target, Region):
+            elif inner.call.target in WORK or isinstance(inner.call.target, Region):
                 total += self.flops(inner_op(op, inner), inner_strategy(strategy, inner, 0))
             else:
                 total += flops(inner.call, *inner.shapes(extents))
-        return total * self.steps(strategy)
+        return total * steps
 
     def sized(self, op: OpNode) -> OpNode:
         """The op with the bytes of elements traced."""

@@ -23,7 +23,8 @@ from stpart_compiler.passes.inner_rings import inner_op, inner_ring, inner_strat
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
 from stpart_compiler.passes.rules.region import Region
-from stpart_compiler.passes.rules.registry import draws
+from stpart_compiler.passes.rules.registry import WORK, draws
+from stpart_compiler.passes.shares import step_shares
 from stpart_compiler.passes.strategies import DEFAULT_SPACE, StrategySpace, enumerate_strategies, is_contraction
 
 LARGE_IN_LATENCIES = 20.0
@@ -75,19 +76,28 @@ class Costs:
 
     def op(self, op: OpNode, strategy: Strategy, derived: Derived) -> tuple[float, int]:
         """Seconds of one op on the busiest rank, and the bytes it sends while it runs."""
-        compute, within = self._block_seconds(op, strategy, self.extents(op, strategy))
+        rows = set(step_shares(op, strategy, self.mesh)) or {(1.0,) * strategy.steps}
+        extents = self.extents(op, strategy)
+        blocks = {x: self._block_seconds(op, strategy, extents, x) for x in {x for row in rows for x in row}}
+        compute = {share: seconds for share, (seconds, _) in blocks.items()}
+        within = max(nbytes for _, nbytes in blocks.values())
         if strategy.steps == 1:
-            return compute, within
+            return max(compute.values()), within
         steps = self.steps(strategy)
         added, joined = self._combine_seconds(op, strategy, derived)
-        compute += added * (steps - 1) / steps
+        compute = {share: seconds + added * (steps - 1) / steps for share, seconds in compute.items()}
         moved, axes = self._moving_bytes(op, strategy, derived)
         if not axes:
-            return compute * steps + joined, within * steps
+            return max(compute.values()) * steps + joined, within * steps
         link = self.link.link(axes)
         messages = sum(port.motion == MOVE for port in (*derived.inputs, *derived.outputs))
-        seconds = temporal_seconds(compute, moved, steps, link, messages)
-        return seconds + joined, moved * (steps - 1) + within * steps
+
+        def loop_seconds(row: tuple[float, ...]) -> float:
+            usual = max(row[:-1], key=row[:-1].count)
+            odd = [compute[share] for share in row[:-1] if share != usual]
+            return temporal_seconds(compute[usual], moved, steps, link, messages, odd, compute[row[-1]])
+
+        return max(map(loop_seconds, rows)) + joined, moved * (steps - 1) + within * steps
 
     # What `passes/formula.py` replaces by numbers that remember how they were made:
 
@@ -115,16 +125,18 @@ class Costs:
                 added += copy_seconds(1.5 * nbytes, self.cluster)  # two are read, one is written
         return added, joined
 
-    def _block_seconds(self, op: OpNode, strategy: Strategy, extents: Sequence[int]) -> tuple[float, int]:
-        """Seconds of one step, and the bytes that go round inside of it."""
+    def _block_seconds(
+        self, op: OpNode, strategy: Strategy, extents: Sequence[int], share: float = 1.0
+    ) -> tuple[float, int]:
+        """Seconds of one step, and the bytes that go round inside of it. `share`: what is computed of the block."""
         if not isinstance(op.call.target, Region):
             maps = (op.rule.inputs, op.rule.outputs)
             ins, outs = ([block_shape(tensor, extents) for tensor in tensors] for tensors in maps)
-            return op_seconds(op.call, ins, outs, self.cluster), 0
+            return op_seconds(op.call, ins, outs, self.cluster, share), 0
         seconds, moved = 0.0, 0
         for inner in op.call.target.body:
             ring = inner_ring(op, strategy, inner, self.mesh)
-            if ring is None and not isinstance(inner.call.target, Region):
+            if ring is None and inner.call.target not in WORK and not isinstance(inner.call.target, Region):
                 seconds += op_seconds(inner.call, *inner.shapes(extents), self.cluster)
                 continue
             if ring is None:

@@ -9,7 +9,7 @@ from typing import Any
 import sympy as sp
 import torch
 
-from stpart_compiler.cost_models.compute import flops
+from stpart_compiler.cost_models.compute import flops, is_causal
 from stpart_compiler.ir.overlap import Expr, StepCost
 from stpart_compiler.ir.rule import OpRule, TensorMap, block_shape
 from stpart_compiler.ir.spacetime import MOVE, Derived, Port, Strategy, factor_atom
@@ -73,12 +73,7 @@ def _products(call: OpCall, rule: OpRule, extents: Sequence[Any]) -> Iterator[tu
     ins, outs = ([block_shape(tensor, extents) for tensor in maps] for maps in (rule.inputs, rule.outputs))
     n = flops(call, ins, outs)
     if n:
-        yield n / 2 if _is_causal(call) else n, call.operands[0].dtype
-
-
-def _is_causal(call: OpCall) -> bool:
-    names = [argument.name for argument in call.target._schema.arguments] if hasattr(call.target, "_schema") else []
-    return "is_causal" in names and bool(call.arg(names.index("is_causal"), "is_causal", False))
+        yield n / 2 if is_causal(call) else n, call.operands[0].dtype
 
 
 class _Names:

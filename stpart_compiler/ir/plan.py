@@ -62,6 +62,7 @@ class PlanRow:
     loops: list[StepCost] = field(default_factory=list)
     follows: str = ""
     twins: dict[str, str] = field(default_factory=dict)
+    busiest: float | None = None  # where a mask leaves out scores: work of the busiest rank over the mean of all
     memory: int = 0  # bytes per rank of one op's results (0 for views) and of what it needs besides while it runs
 
 
@@ -191,6 +192,7 @@ class Plan:
             again = [row for row in self.rows if row.again]
             seconds = sum(row.count * row.seconds for row in again)
             lines.append(f"  run again in backward: {', '.join(row.name for row in again)}; {seconds * 1e3:.3f} ms")
+        lines += self._imbalance()
         for template, seconds in sorted(self.yardsticks.items(), key=lambda item: item[1]):
             ratio = seconds / self.seconds if self.seconds else 1.0
             lines.append(f"  {template}: {seconds * 1e3:.3f} ms, {ratio:.2f}x this plan")
@@ -199,6 +201,13 @@ class Plan:
         if self.discovered_ops:
             lines.append(f"  rules found by trial: {', '.join(self.discovered_ops)}")
         return "\n".join(lines)
+
+    def _imbalance(self) -> Iterator[str]:
+        """Causal attention whose ranks do not all compute as much."""
+        uneven = [row for row in self.rows if row.busiest is not None and row.busiest > 1.005]
+        for path in dict.fromkeys(layers_folded(row.module_path) for row in uneven):
+            most = max(row.busiest or 1.0 for row in uneven if layers_folded(row.module_path) == path)
+            yield f"  causal attention in {path or 'the model'}: the busiest rank computes {most:.2f}x the mean"
 
     def headline(self) -> str:
         """One line: where the plan comes from, its mesh and digest."""
@@ -232,6 +241,8 @@ class Plan:
             f"  {row.seconds * 1e6:.1f} us, {row.moved_bytes} bytes moved, re-layout of operands"
             f" {row.redistribution_seconds * 1e6:.1f} us, {row.memory} bytes of memory"
         )
+        if row.busiest is not None:
+            yield f"  causal mask: the busiest rank computes {row.busiest:.2f}x the mean"
         if row.follows:
             yield f"  follows {row.follows}, which decides for it"
         limit = self.solver.get("memory_limit")
@@ -267,8 +278,9 @@ class Plan:
     def formula(self, name: str, quantity: str) -> Any:
         """What one op costs under its strategy, as a sympy expression; `str` or `sympy.latex` shows it.
 
-        `name`: graph node, or path of a module with one op. `quantity`: "compute" (FLOPs of a rank), "bytes_moved"
-        (bytes that it sends while the op runs), "memory" (bytes of results and of what it needs besides), "seconds".
+        `name`: graph node, or path of a module with one op. `quantity`: "compute" (FLOPs of the busiest rank),
+        "bytes_moved" (bytes that it sends while the op runs), "memory" (bytes of results and of what it needs besides),
+        "seconds".
         With the values of `symbols(name)` the expression gives the number that the solver used: that number is made
         by the same code. Symbols are b, s, h, p, e and others, see `passes/formula.py`.
 
