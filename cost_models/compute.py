@@ -114,6 +114,8 @@ _FLOPS: dict[str, Count] = {
     "grouped_backward_block": _grouped_backward_flops,
     "attention_block": _attention_flops(0, 1, 1),
     "attention_backward_block": _attention_flops(1, 3, 2),
+    "striped_attention_block": _attention_flops(0, 1, 1),
+    "striped_attention_backward_block": _attention_flops(1, 3, 2),
 }
 # Backward recomputes QK^T, then makes dQ and dK from the scores, and dV and the scores' gradient from the values.
 _KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
@@ -171,14 +173,19 @@ def moved_bytes(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Sha
     return 1.0 * (sum(read) + written)
 
 
-# Of generated calls: at which argument they say whether they mask causally, and at which operand the queries are.
-_BLOCKS = {"attention_block": (5, 0), "attention_backward_block": (7, 1)}
+# Of generated calls: the argument that says whether they mask causally, or into how many causal stripes.
+_CAUSAL_AT = {
+    "attention_block": 5,
+    "attention_backward_block": 7,
+    "striped_attention_block": 4,
+    "striped_attention_backward_block": 7,
+}
 
 
 def is_causal(call: Call) -> bool:
     """Whether a call of an attention kernel masks the keys that come after each query."""
-    if _name(call.target) in _BLOCKS:
-        return bool(call.args[_BLOCKS[_name(call.target)][0]])
+    if _name(call.target) in _CAUSAL_AT:
+        return bool(call.args[_CAUSAL_AT[_name(call.target)]])
     schema = getattr(call.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema else []
     if "is_causal" not in names:
@@ -191,8 +198,10 @@ def computed_share(call: Call, in_shapes: Sequence[Shape]) -> float:
     """Part of its FLOPs that a call computes: less than 1 where it masks causally."""
     if not is_causal(call):
         return 1.0
-    query = _BLOCKS[_name(call.target)][1] if _name(call.target) in _BLOCKS else int("backward" in _name(call.target))
-    rows, columns = in_shapes[query][-2], in_shapes[query + 1][-2]
+    name = _name(call.target)
+    if name.startswith("striped"):
+        return causal_share(in_shapes["backward" in name][-2] // call.args[_CAUSAL_AT[name]])
+    rows, columns = (in_shapes[query + ("backward" in name)][-2] for query in (0, 1))
     return causal_share(rows) if rows == columns else 1.0
 
 

@@ -123,7 +123,8 @@ def compile_model(
     say("capture")
     captured = capture(model, tuple(example_args), dict(example_kwargs or {}), loss_fn=loss_fn, training=training)
     buckets = by_leaf(dynamic or {}, input_slots(captured))
-    graphs = Graphs(annotate(captured, dumper), dumper)
+    stripes = asked.world_size if plan is None else plan.stripes
+    graphs = Graphs(annotate(captured, dumper, stripes), dumper)
     say(f"propagate: {len(graphs.plain.ops)} ops in {len(graphs.plain.classes)} classes")
     limits = restrictions or Restrictions()
 
@@ -201,13 +202,13 @@ def _check_kinds(args: object, kwargs: object, plan: object, loss_fn: object, so
             raise TypeError(f"{name}: got {type(given).__name__}, expected {expected}")
 
 
-def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:
-    """Normalize and propagate: decomposed graph with a refined rule per op."""
+def annotate(captured: Captured, dumper: Dumper | None = None, stripes: int = 1) -> Annotated:
+    """Normalize and propagate: decomposed graph with a refined rule per op. `stripes`: see `passes/stripes.py`."""
     dumper = dumper or Dumper(None)
     dumper.graph("capture", captured.gm)
     with without_gc(), same_random():
         captured = dataclasses.replace(captured, gm=Decompose().apply(captured.gm))
-        graph = Propagate().apply(captured)
+        graph = Propagate(stripes).apply(captured)
     dumper.graph("decompose", captured.gm)
     dumper.annotated(graph)
     return graph
@@ -216,11 +217,12 @@ def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:
 def fuse(graph: Annotated, regions: str = "mlp", dumper: Dumper | None = None) -> Annotated | None:
     """The annotated graph with each region as one op; None where there are none. `regions`: one of REGIONS."""
     with without_gc():
-        scores = FuseScores().apply(graph.captured) if regions == "all" else None
+        stripes = graph.sequences.stripes
+        scores = FuseScores(stripes).apply(graph.captured) if regions == "all" else None
         if scores is not None:
-            graph = Propagate().apply(scores)
+            graph = Propagate(stripes).apply(scores)
         captured = FuseRegions(regions).apply(graph)
-        found = Propagate().apply(captured) if captured is not None else graph if scores is not None else None
+        found = Propagate(stripes).apply(captured) if captured is not None else graph if scores is not None else None
     if found is not None:
         (dumper or Dumper(None)).annotated(found)
     return found

@@ -5,7 +5,9 @@ a result lacks adds up in it: dk and dv over the queries and over `g`, dq over t
 the global output and logsumexp are operands. In forward the keys may come block after block: their outputs are merged
 by logsumexp (ring attention; Liu et al. 2023, METP section on attention).
 
-Causal attention on a block of the sequence skips keys that come after all its queries, and takes an explicit mask where
+Causal attention on a block of the sequence skips keys that come after all its queries. Where ranks have stripes of the
+sequence (every n-th token; Brandon et al. 2023, Striped Attention), the kernel's own mask does for all blocks, moved by
+one row for keys behind their queries: every rank computes half of every block. Else it takes an explicit mask where
 queries and keys are not the same span.
 """
 
@@ -85,6 +87,9 @@ def attention_block(call: OpCall, block: Block) -> LocalCall:
     q, k, v = call.operands[:3]
     mask, scale = call.kwargs.get("attn_mask"), call.kwargs.get("scale")
     if _needs_help(call, block, 0):
+        found = _striped(*_spans(block, 0))
+        if found is not None:
+            return local_ops.striped_attention_block, (q, k, v, scale, *found), {}
         return local_ops.attention_block, (q, k, v, None, scale, *_causal(block, 0)), {}
     if mask is not None and block.is_cut(block.rule.inputs[1][2]):
         return local_ops.attention_block, (q, k, v, mask, scale, False, None, None), {}
@@ -95,7 +100,10 @@ def attention_block(call: OpCall, block: Block) -> LocalCall:
 def attention_backward_block(call: OpCall, block: Block) -> LocalCall:
     if not _needs_help(call, block, 1):
         return call.target, call.args, call.kwargs
-    return local_ops.attention_backward_block, (*call.operands[:6], call.kwargs.get("scale"), *_causal(block, 1)), {}
+    found, given = _striped(*_spans(block, 1)), (*call.operands[:6], call.kwargs.get("scale"))
+    if found is not None:
+        return local_ops.striped_attention_backward_block, (*given, *found), {}
+    return local_ops.attention_backward_block, (*given, *_causal(block, 1)), {}
 
 
 def causal_dims(query: int) -> Callable[[OpCall, OpRule], tuple[DimMap, ...]]:
@@ -111,7 +119,9 @@ def computed_part(queries: Span, keys: Span) -> float:
     """Part of the scores of a block of causal attention that is computed."""
     if _is_masked(queries, keys):
         return 0.0
-    return causal_share(span_length(queries)) if queries == keys else 1.0
+    found = _striped(queries, keys)
+    rows = span_length(queries) // (found[0] if found is not None else 1)
+    return causal_share(rows) if queries == keys or found is not None else 1.0
 
 
 WORK[aten._scaled_dot_product_flash_attention_for_cpu.default] = Work(causal_dims(0), computed_part)
@@ -141,6 +151,14 @@ def _bounds(span: Span) -> tuple[int, int]:
 def _is_masked(queries: Span, keys: Span) -> bool:
     """Whether every key comes after every query."""
     return _bounds(keys)[0] > _bounds(queries)[1]
+
+
+def _striped(queries: Span, keys: Span) -> tuple[int, int, bool] | None:
+    """Of queries and keys in other stripes of the same rows: how many each, and whether keys are behind in each row."""
+    (*rows, own), (*others, other) = queries, keys
+    if rows != others or span_length(rows) < 2 or (other[3] > own[2] and own[3] > other[2]):
+        return None
+    return own[3] - own[2], other[3] - other[2], other[2] >= own[3]
 
 
 def _causal(block: Block, q: int) -> tuple[bool, Span | None, Span | None]:

@@ -80,6 +80,8 @@ class Plan:
     `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank.
     `regions`: which regions of the graph are one op each, None: none. `recompute`: ops of forward that backward runs
     again instead of reading what was saved of them.
+    `stripes`: as how many stripes sequences under causal masks are written, of which each rank has some; 1: they are
+    cut in pieces. `uneven`: lengths of those that are cut in pieces because the ranks do not divide them.
     `discovered_ops`: those whose rule was found by running them, which is evidence, not proof.
     """
 
@@ -99,6 +101,8 @@ class Plan:
     solver: dict[str, Any] = field(default_factory=dict)
     regions: str | None = None
     recompute: list[str] = field(default_factory=list)
+    stripes: int = 1
+    uneven: list[int] = field(default_factory=list)
     step_digest: str = ""  # of the graph without regions; the same for all plans of a step
     formulas: Formulas | None = field(default=None, compare=False, repr=False)  # not in the JSON
 
@@ -139,6 +143,8 @@ class Plan:
             "discovered_ops": self.discovered_ops,
             "solver": self.solver,
             "regions": self.regions,
+            "stripes": self.stripes,
+            "uneven": self.uneven,
             "step": self.step_digest,
         }
         return json.dumps(data, indent=1)
@@ -174,6 +180,8 @@ class Plan:
             solver=data["solver"],
             regions=data.get("regions"),
             recompute=data.get("recompute", []),
+            stripes=data.get("stripes", 1),
+            uneven=data.get("uneven", []),
             step_digest=data.get("step", ""),
         )
 
@@ -208,6 +216,10 @@ class Plan:
         for path in dict.fromkeys(layers_folded(row.module_path) for row in uneven):
             most = max(row.busiest or 1.0 for row in uneven if layers_folded(row.module_path) == path)
             yield f"  causal attention in {path or 'the model'}: the busiest rank computes {most:.2f}x the mean"
+        if uneven and self.uneven:
+            lengths = ", ".join(map(str, self.uneven))
+            ranks = self.mesh.world_size
+            yield f"  sequences cut in pieces, not in stripes, as {ranks} ranks do not divide them: {lengths}"
 
     def headline(self) -> str:
         """One line: where the plan comes from, its mesh and digest."""
