@@ -5,8 +5,9 @@ every n-th token instead (Brandon et al. 2023, Striped Attention): any block of 
 That is no permutation: a dim of s positions is written as two atoms, s/n rows and n stripes, of which the minor one is
 cut. All that touches the sequence is written so, and positions, labels and masks are found by the rules of their ops.
 
-Rows are cut in time alone, except where pieces may be cheaper to move: a batch of one, whose pieces lie side by side in
-memory, and graphs with windows over places. A length that the stripes do not divide stays as it is.
+Rows are cut in time alone, except where pieces may be cheaper to move, and there outside of attention: with a batch of
+one, whose pieces lie side by side in memory, and in graphs with windows over places. A length that the stripes do not
+divide stays as it is.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def write_stripes(ops: list[OpNode], values: dict[ValueKey, ValueInfo], stripes:
     known: dict[tuple[int, frozenset[int], bool], OpRule] = {}
     for start, local in ((seen.rows, True), (seen.pieces, False)):
         for i, majors in links.reached(start).items():
-            key = id(ops[i].rule), majors, local
-            known[key] = ops[i].rule = known.get(key) or striped(ops[i].rule, majors, local=local)
+            key = id(ops[i].rule), majors, local or i in seen.attention
+            known[key] = ops[i].rule = known.get(key) or striped(ops[i].rule, majors, local=key[2])
     minors, whole = (
         {ops[i].name: found for i, found in links.reached(start).items()} for start in (seen.minors, seen.whole)
     )
@@ -82,6 +83,7 @@ class _Seen:
 
     stripes: int
     windows: bool
+    attention: set[int] = field(default_factory=set)
     rows: set[Place] = field(default_factory=set)
     pieces: set[Place] = field(default_factory=set)
     minors: set[Place] = field(default_factory=set)
@@ -90,6 +92,7 @@ class _Seen:
 
     def add(self, op: int, dim: list[tuple[int, int]], batch: int) -> None:
         """A dim of an op, as factors and sizes, major to minor."""
+        self.attention.add(op)
         wide = [(f, size) for f, size in dim if size > 1]
         if len(wide) > 1 and wide[-1][1] == self.stripes:
             kept = self.pieces if self.windows or batch == 1 else self.rows
