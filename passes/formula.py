@@ -201,7 +201,7 @@ class _TracedCosts(Costs):
         run = next(run for run in self.runs[key] if f in run)
         if f != run[0]:
             return 1
-        factor, digits = op.rule.factors[f], strategy.digits[op.rule.driver(f)]
+        factor, digits = op.rule.factors[f], [d for g in run for d in strategy.digits[op.rule.driver(g)]]
         kept = tuple(replace(d, q=self._parts(d)) for d in digits if with_time or not d.tau)
         size: Any = math.prod(op.rule.factors[g].size for g in run)
         if size > 1:
@@ -228,14 +228,15 @@ class _TracedCosts(Costs):
 
 def _runs(op: OpNode, strategy: Strategy) -> list[tuple[int, ...]]:
     """The factors, those in one run that are one dim to the op: side by side wherever they occur, and only the first
-    cut, evenly. Batch and places stay apart.
+    cut, evenly. Batch and places stay apart; rows and stripes of a sequence are one, of which stripes may be cut.
     """
     dims = list(_dims(op.call, op.rule, range(len(op.rule.factors))))
     runs: list[tuple[int, ...]] = []
     for f, factor in enumerate(op.rule.factors):
         before = runs[-1] if runs else ()
         alike = before and f not in op.data and factor.kind == op.rule.factors[before[0]].kind
-        if (
+        striped = f in op.stripes and before and not strategy.digits[before[-1]]
+        if (striped and all(_adjacent(dim, before[-1], f) for dim in dims)) or (
             alike
             and not strategy.digits[op.rule.driver(f)]
             and _divides(op, strategy, before[0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -49,6 +49,7 @@ class OpNode:
     movable: frozenset[int] = frozenset()  # factors that may be cut
     batch: frozenset[int] = frozenset()  # factors that come from dim 0 of the user's inputs
     data: frozenset[int] = frozenset()  # factors that come from any dim of the user's inputs
+    stripes: frozenset[int] = frozenset()  # factors that are stripes of a sequence, each behind its rows in a dim
     klass: int = -1
     checkpoint: int | None = None  # number of the torch.utils.checkpoint that the op is in
 
@@ -111,7 +112,7 @@ class Propagate:
         starts = stripe_cuts(ops, self.stripes)
         _refine(ops, values, starts)
         sequences = write_stripes(ops, values, self.stripes)
-        _mark_movable(ops, values, sequences.minors)
+        _mark_movable(ops, values)
         classes = _classes(ops)
         by_name = {op.name: op for op in ops}
         backward = _backward(captured, ops, alias)
@@ -345,7 +346,7 @@ def _factor_parts(rule: OpRule, known: tuple[TensorCuts, ...]) -> dict[int, tupl
     return {f: tuple(_parts(rule.factors[f].size, cuts)) for f, cuts in enumerate(inner) if cuts}
 
 
-def _mark_movable(ops: list[OpNode], values: dict[ValueKey, ValueInfo], stripes: Mapping[str, frozenset[int]]) -> None:
+def _mark_movable(ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
     """Factors that may be cut: of user data, every atom; of features, only the major atom of a dim; stripes.
 
     A minor feature atom (the size of a head) is whole in attention; cutting it elsewhere only multiplies the search.
@@ -355,7 +356,7 @@ def _mark_movable(ops: list[OpNode], values: dict[ValueKey, ValueInfo], stripes:
     movable = _Memo(_movable)
     for op in ops:
         op.data, op.batch = data[op.name], batch[op.name]
-        op.movable = movable(op.rule, op.data | stripes.get(op.name, frozenset()))
+        op.movable = movable(op.rule, op.data | op.stripes)
 
 
 def _movable(rule: OpRule, tokens: frozenset[int]) -> frozenset[int]:

@@ -32,13 +32,12 @@ Place = tuple[int, int]
 class Sequences:
     """Sequences under causal masks. `stripes`: in how many they are written; 1: none is.
 
-    `uneven`: lengths that are not written so, as the stripes do not divide them. By name of an op, factors: `minors`,
-    those of stripes; `whole`, those of sequences that are not written so.
+    `uneven`: lengths that are not written so, as the stripes do not divide them. `whole`: by name of an op, factors of
+    sequences that are not written so.
     """
 
     stripes: int = 1
     uneven: tuple[int, ...] = ()
-    minors: dict[str, frozenset[int]] = field(default_factory=dict)
     whole: dict[str, frozenset[int]] = field(default_factory=dict)
 
 
@@ -57,7 +56,7 @@ def stripe_cuts(ops: Iterable[OpNode], stripes: int) -> dict[tuple[ValueKey, int
 
 
 def write_stripes(ops: list[OpNode], values: dict[ValueKey, ValueInfo], stripes: int) -> Sequences:
-    """Note in the rules, which are over atoms by now, that rows are not cut over ranks and that stripes go round."""
+    """Note in ops, whose rules are over atoms by now, that rows are not cut over ranks and that stripes go round."""
     if stripes == 1:
         return Sequences()
     seen = _Seen(stripes, any(op.rule.windowed for op in ops))
@@ -71,10 +70,10 @@ def write_stripes(ops: list[OpNode], values: dict[ValueKey, ValueInfo], stripes:
         for i, majors in links.reached(start).items():
             key = id(ops[i].rule), majors, local or i in seen.attention
             known[key] = ops[i].rule = known.get(key) or striped(ops[i].rule, majors, local=key[2])
-    minors, whole = (
-        {ops[i].name: found for i, found in links.reached(start).items()} for start in (seen.minors, seen.whole)
-    )
-    return Sequences(stripes if minors else 1, tuple(sorted(seen.uneven)), minors, whole)
+    for i, minors in links.reached(seen.minors).items():
+        ops[i].stripes = minors
+    whole = {ops[i].name: found for i, found in links.reached(seen.whole).items()}
+    return Sequences(stripes if seen.minors else 1, tuple(sorted(seen.uneven)), whole)
 
 
 @dataclass

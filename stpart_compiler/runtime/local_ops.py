@@ -270,16 +270,25 @@ def striped_attention_backward_block(
             grad, queries, key[:, :, :rows], value[:, :, :rows], out, lse[..., 0], 0.0, True, scale=scale
         )
         dq = part if dq is None else dq + part
-        dks.append(torch.nn.functional.pad(dk, (0, 0, 0, first)))
-        dvs.append(torch.nn.functional.pad(dv, (0, 0, 0, first)))
+        dks.append(_with_rows_behind(dk, first))
+        dvs.append(_with_rows_behind(dv, first))
+        del dk, dv
     assert dq is not None, "attention over no keys"
-    dk, dv = (torch.stack(parts, 3).flatten(2, 3) for parts in (dks, dvs))
-    return _heads_as_stripes(dq, own, first, 0.0), dk, dv
+    return _heads_as_stripes(dq, own, first, 0.0), _joined_stripes(dks), _joined_stripes(dvs)
 
 
 def _stripes(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     """[b, heads, rows * count, d] -> `count` times [b, heads, rows, d]."""
     return x.reshape(*x.shape[:2], -1, count, x.shape[-1]).unbind(3)
+
+
+def _joined_stripes(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The reverse."""
+    return torch.stack(parts, 3).flatten(2, 3) if len(parts) > 1 else parts[0]
+
+
+def _with_rows_behind(x: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, 0, 0, count)) if count else x
 
 
 def _stripes_as_heads(x: torch.Tensor, count: int) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -13,9 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stpart_compiler as st
-from stpart_compiler.cost_models.cluster import Device, Link
-from stpart_compiler.cost_models.compute import causal_share
-from stpart_compiler.cost_models.timeline import COMPUTE
 from stpart_compiler.ir.plan import Plan, PlanRow
 
 
