@@ -5,9 +5,8 @@ every n-th token instead (Brandon et al. 2023, Striped Attention): any block of 
 That is no permutation: a dim of s positions is written as two atoms, s/n rows and n stripes, of which the minor one is
 cut. All that touches the sequence is written so, and positions, labels and masks are found by the rules of their ops.
 
-Rows are cut in time alone, except where pieces may be cheaper to move, and there outside of attention: with a batch of
-one, whose pieces lie side by side in memory, and in graphs with windows over places. A length that the stripes do not
-divide stays as it is.
+Rows are cut in time alone, so that there are no more ways to cut a sequence than before. A length that the stripes do
+not divide stays as it is.
 """
 
 from __future__ import annotations
@@ -32,11 +31,14 @@ Place = tuple[int, int]
 class Sequences:
     """Sequences under causal masks. `stripes`: in how many they are written; 1: none is.
 
-    `uneven`: lengths that are not written so, as the stripes do not divide them. `whole`: by name of an op, factors of
-    sequences that are not written so.
+    `single`, `windows`: there is a batch of one, whose pieces lie side by side in memory, or there are windows over
+    places, which read neighbours: then pieces may be cheaper to move than stripes. `uneven`: lengths that are not
+    written so, as the stripes do not divide them. `whole`: by name of an op, factors of sequences not written so.
     """
 
     stripes: int = 1
+    single: bool = False
+    windows: bool = False
     uneven: tuple[int, ...] = ()
     whole: dict[str, frozenset[int]] = field(default_factory=dict)
 
@@ -59,43 +61,43 @@ def write_stripes(ops: list[OpNode], values: dict[ValueKey, ValueInfo], stripes:
     """Note in ops, whose rules are over atoms by now, that rows are not cut over ranks and that stripes go round."""
     if stripes == 1:
         return Sequences()
-    seen = _Seen(stripes, any(op.rule.windowed for op in ops))
+    seen = _Seen(stripes)
     for i, op in enumerate(ops):
         for masked in _masked(op.call, op.rule):
             for dim in masked.dims:
                 seen.add(i, [(f, op.rule.factors[f].size) for f in dim], masked.batch)
+    uneven = tuple(sorted(seen.uneven))
     links = _Links(ops, values)
-    known: dict[tuple[int, frozenset[int], bool], OpRule] = {}
-    for start, local in ((seen.rows, True), (seen.pieces, False)):
-        for i, majors in links.reached(start).items():
-            key = id(ops[i].rule), majors, local or i in seen.attention
-            known[key] = ops[i].rule = known.get(key) or striped(ops[i].rule, majors, local=key[2])
+    whole = {ops[i].name: found for i, found in links.reached(seen.whole).items()}
+    if not seen.minors:
+        return Sequences(uneven=uneven, whole=whole)
+    known: dict[tuple[int, frozenset[int]], OpRule] = {}  # identical layers share rules, by id
+    before = [op.rule for op in ops]
+    for i, rows in links.reached(seen.rows).items():
+        key = id(before[i]), rows
+        known[key] = ops[i].rule = known.get(key) or striped(before[i], rows)
     for i, minors in links.reached(seen.minors).items():
         ops[i].stripes = minors
-    whole = {ops[i].name: found for i, found in links.reached(seen.whole).items()}
-    return Sequences(stripes if seen.minors else 1, tuple(sorted(seen.uneven)), whole)
+    return Sequences(stripes, seen.single, any(rule.windowed for rule in before), uneven, whole)
 
 
 @dataclass
 class _Seen:
-    """Factors of sequences, each with the number of its op. `windows`: whether the graph has some."""
+    """Factors of sequences, each with the number of its op. `single`: whether there is a batch of one."""
 
     stripes: int
-    windows: bool
-    attention: set[int] = field(default_factory=set)
+    single: bool = False
     rows: set[Place] = field(default_factory=set)
-    pieces: set[Place] = field(default_factory=set)
     minors: set[Place] = field(default_factory=set)
     whole: set[Place] = field(default_factory=set)
     uneven: set[int] = field(default_factory=set)
 
     def add(self, op: int, dim: list[tuple[int, int]], batch: int) -> None:
         """A dim of an op, as factors and sizes, major to minor."""
-        self.attention.add(op)
+        self.single |= batch == 1
         wide = [(f, size) for f, size in dim if size > 1]
         if len(wide) > 1 and wide[-1][1] == self.stripes:
-            kept = self.pieces if self.windows or batch == 1 else self.rows
-            kept |= {(op, f) for f, _ in wide[:-1]}
+            self.rows |= {(op, f) for f, _ in wide[:-1]}
             self.minors.add((op, wide[-1][0]))
             return
         self.whole |= {(op, f) for f, _ in wide}

@@ -123,20 +123,20 @@ def compile_model(
     say("capture")
     captured = capture(model, tuple(example_args), dict(example_kwargs or {}), loss_fn=loss_fn, training=training)
     buckets = by_leaf(dynamic or {}, input_slots(captured))
-    stripes = asked.world_size if plan is None else plan.stripes
-    graphs = Graphs(annotate(captured, dumper, stripes), dumper)
+    written = Written(captured, dumper)
+    graphs = written.of(asked.world_size if plan is None else plan.stripes)
     say(f"propagate: {len(graphs.plain.ops)} ops in {len(graphs.plain.classes)} classes")
     limits = restrictions or Restrictions()
 
-    def search_on(grid: Mesh) -> Search:
+    def search_on(grid: Mesh, stripes: int) -> Search:
         coarse, fine = coarse_and_fine(asked)
         finer = fine if grid == coarse else None
-        return Search(graphs, Costs(prices, grid), limit, options, template, limits, device, say, finer)
+        return Search(written.of(stripes), Costs(prices, grid), limit, options, template, limits, device, say, finer)
 
     cache = plan_cache(graphs.plain, asked, prices, limit, options, template, (limits, device.type, grids))
 
     def checked(known: Plan) -> tuple[Plan, Programs]:
-        return search_on(known.mesh).checked(known)
+        return search_on(known.mesh, known.stripes).checked(known)
 
     def solve() -> tuple[Plan, Programs]:
         if plan is not None:
@@ -146,7 +146,12 @@ def compile_model(
         if known is not None:
             say(f"plan taken from the cache: {cache.path}")
             return checked(known)
-        found, programs = _on_best_mesh([search_on(grid) for grid in grids])
+        sequences = graphs.plain.sequences
+        found, programs = _on_best_mesh([search_on(grid, sequences.stripes) for grid in grids])
+        if sequences.windows or (sequences.single and not _keys_go_round(found)):
+            say("solving with sequences in pieces, which may be cheaper to move")
+            others = _on_best_mesh([search_on(grid, 1) for grid in grids])
+            found, programs = _cheapest([(found, programs), others])
         cache.store(found)
         return found, programs
 
@@ -174,7 +179,7 @@ def compile_model(
     def defer() -> list[Deferred]:
         return DeferReductions(device).apply(programs.placement, programs.schedule, programs.artifacts)
 
-    graph = graphs.of(decided.regions)
+    graph = written.of(decided.stripes).of(decided.regions)
     decided.formulas = OpFormulas(graph, Costs(prices, decided.mesh), decided.strategies, frozenset(decided.recompute))
     made = (decided, programs.interface, programs.artifacts, graph, programs.placement)
     return CompiledModel(*made, model, again, defer, buckets)
@@ -252,6 +257,27 @@ class Graphs:
     def of(self, regions: str | None) -> Annotated:
         """With these regions, as far as there are any."""
         return (self.fused(regions) if regions else None) or self.plain
+
+
+@dataclasses.dataclass
+class Written:
+    """The graphs of a step, with its sequences written in stripes or not (`passes/stripes.py`)."""
+
+    captured: Captured
+    dumper: Dumper
+    known: dict[int, Graphs] = dataclasses.field(default_factory=dict)
+
+    def of(self, stripes: int) -> Graphs:
+        """In so many stripes; 1, or a number that divides no sequence: in none."""
+        if stripes not in self.known:
+            found = Graphs(annotate(self.captured, self.dumper, stripes), self.dumper)
+            self.known[stripes] = self.known[found.plain.sequences.stripes] = found
+        return self.known[stripes]
+
+
+def _keys_go_round(plan: Plan) -> bool:
+    """Whether the plan has a ring under a causal mask, which only stripes balance."""
+    return any(row.busiest is not None and row.moved_bytes for row in plan.rows)
 
 
 def regions_of(graphs: Graphs, template: str) -> str | None:

@@ -144,16 +144,13 @@ def _major(parts: DimMap, factors: list[Factor]) -> int:
     return next((f for f in parts if factors[f].size > 1), parts[0])
 
 
-def striped(rule: OpRule, majors: frozenset[int], *, local: bool) -> OpRule:
-    """The rule with a loop over a factor of `majors` made one over the minor factor beside it in its dim.
-
-    `local`: factors of `majors` are cut in time alone.
-    """
-    loops = frozenset(_minor(rule, f, majors) if f in majors else f for f in rule.loops)
-    factors = tuple(replace(x, local=x.local or (local and f in majors)) for f, x in enumerate(rule.factors))
+def striped(rule: OpRule, rows: frozenset[int]) -> OpRule:
+    """The rule with `rows` cut in time alone, and loops over them made loops over the stripes beside them in a dim."""
+    loops = frozenset(_beside(rule, f, rows) if f in rows else f for f in rule.loops)
+    factors = tuple(replace(factor, local=factor.local or f in rows) for f, factor in enumerate(rule.factors))
     return replace(rule, factors=factors, loops=loops)
 
 
-def _minor(rule: OpRule, f: int, majors: frozenset[int]) -> int:
+def _beside(rule: OpRule, f: int, rows: frozenset[int]) -> int:
     dim = next(dim for tensor in (*rule.inputs, *rule.outputs) for dim in tensor if f in dim)
-    return next(g for g in dim[dim.index(f) :] if g not in majors)
+    return next(g for g in dim[dim.index(f) :] if g not in rows)

@@ -92,6 +92,8 @@ def test_every_way_to_cut_stripes(spec: object) -> None:
     forward, backward = _attention(step)
     assert forward.rule.factors[max(forward.rule.loops)].size == mesh.world_size, "keys go round in stripes"
     options = {op.name: enumerate_strategies(op.rule, mesh, op.movable) for op in (forward, backward)}
+    if len(mesh.axes) > 1:  # of the others there are many
+        options = {name: tuple(s for s in found if s.steps > 1) for name, found in options.items()}
     for i in range(max(map(len, options.values()))):
         step.check(mesh, {name: found[i % len(found)] for name, found in options.items()})
     for op in (forward, backward):
