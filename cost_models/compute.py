@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -83,7 +83,7 @@ def _grouped_backward_flops(ins: Sequence[Shape], outs: Sequence[Shape]) -> floa
 def _attention_flops(query: int, qk_products: int, av_products: int) -> Count:
     """FLOPs of attention on [batch, heads, sequence, dim] operands, `query` being the position of Q, before K and V.
 
-    Scores that a mask hides are counted: `causal_share` says what a causal kernel leaves out.
+    Scores that a mask hides are counted: `computed` says what a causal kernel leaves out.
     """
 
     def count(ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
@@ -163,8 +163,7 @@ def moved_bytes(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Sha
     """Bytes that the op reads and writes, each operand and result once; 0 for views."""
     if is_view(call.target) or _name(call.target) in _EMPTY:
         return 0.0
-    results = zip(call.results, out_shapes, strict=True)
-    written = sum(math.prod(shape) * result.dtype.itemsize for result, shape in results if result is not None)
+    written = _written(call, out_shapes)
     read = [math.prod(shape) * info.dtype.itemsize for info, shape in zip(call.operands, in_shapes, strict=True)]
     if read and _name(call.target) in _LIKE:
         read[0] = 0
@@ -194,15 +193,26 @@ def is_causal(call: Call) -> bool:
     return bool(call.args[at] if at < len(call.args) else call.kwargs.get("is_causal", False))
 
 
-def computed_share(call: Call, in_shapes: Sequence[Shape]) -> float:
-    """Part of its FLOPs that a call computes: less than 1 where it masks causally."""
+class Computed(NamedTuple):
+    """What of a block is computed: the part of its FLOPs (0: the op is not called), in how many calls of a kernel."""
+
+    share: float = 1.0
+    calls: int = 1
+
+
+ALL = Computed()
+
+
+def computed(call: Call, in_shapes: Sequence[Shape]) -> Computed:
+    """What a call computes: less than all where it masks causally."""
     if not is_causal(call):
-        return 1.0
+        return ALL
     name = _name(call.target)
     if name.startswith("striped"):
-        return causal_share(in_shapes["backward" in name][-2] // call.args[_CAUSAL_AT[name]])
+        own, other = call.args[_CAUSAL_AT[name] : _CAUSAL_AT[name] + 2]
+        return Computed(causal_share(in_shapes["backward" in name][-2] // own), other)
     rows, columns = (in_shapes[query + ("backward" in name)][-2] for query in (0, 1))
-    return causal_share(rows) if rows == columns else 1.0
+    return Computed(causal_share(rows)) if rows == columns else ALL
 
 
 def causal_share(length: int) -> float:
@@ -214,13 +224,13 @@ def causal_share(length: int) -> float:
 
 
 def op_seconds(
-    call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape], cluster: Cluster, share: float = 1.0
+    call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape], cluster: Cluster, done: Computed = ALL
 ) -> float:
     """Seconds of one op on blocks of `in_shapes` (per tensor operand) and `out_shapes` (per result).
 
-    `share`: the part of a product's FLOPs that is computed; 0: the op is not called.
+    `done`: what is computed of a product. Results of several calls are merged or added up.
     """
-    if not share:
+    if not done.share:
         return 0.0
     if is_view(call.target) or _name(call.target) in _EMPTY:
         return 0.0
@@ -229,7 +239,20 @@ def op_seconds(
     work = flops(call, in_shapes, out_shapes)
     if not work:
         return traffic + device.launch_overhead
-    return max(traffic, device.matmul_seconds(work * share, call.operands[0].dtype)) + device.launch_overhead
+    seconds = max(traffic, device.matmul_seconds(work * done.share, call.operands[0].dtype)) + device.launch_overhead
+    if done.calls > 1:
+        seconds += (done.calls - 1) * (device.launch_overhead + combining_seconds(_written(call, out_shapes), cluster))
+    return seconds
+
+
+def _written(call: Call, out_shapes: Sequence[Shape]) -> float:
+    results = zip(call.results, out_shapes, strict=True)
+    return sum(math.prod(shape) * result.dtype.itemsize for result, shape in results if result is not None)
+
+
+def combining_seconds(nbytes: float, cluster: Cluster) -> float:
+    """Seconds to add or merge two tensors of `nbytes`: both are read, one is written."""
+    return copy_seconds(1.5 * nbytes, cluster)
 
 
 def copy_seconds(nbytes: float, cluster: Cluster) -> float:

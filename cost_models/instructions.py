@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stpart_compiler.cost_models.cluster import Cluster
-from stpart_compiler.cost_models.compute import computed_share, copy_seconds, is_view, op_seconds
+from stpart_compiler.cost_models.compute import computed, copy_seconds, is_view, op_seconds
 from stpart_compiler.ir.program import Instr, RankProgram, Value, substituted
 
 _WRAPPERS = frozenset({"contiguous_call", "drawn"})
@@ -80,7 +80,7 @@ class InstructionCost:
         else:
             call = _Call(target, args, instr.kwargs, operands, instr.outs)
             ins, outs = [value.shape for value in operands], [value.shape if value else () for value in instr.outs]
-            seconds = op_seconds(call, ins, outs, self.cluster, computed_share(call, ins))
+            seconds = op_seconds(call, ins, outs, self.cluster, computed(call, ins))
         return _Price(seconds, tuple(None if y is None or y.is_contiguous() else y.stride() for y in results))
 
 

@@ -162,7 +162,8 @@ class _TracedCosts(Costs):
     def flops(self, op: OpNode, strategy: Strategy) -> Any:
         """Of the busiest rank, in all steps."""
         extents, call = self.extents(op, strategy), op.call
-        steps = max(map(sum, step_shares(op, strategy, self.mesh)), default=self.steps(strategy))
+        rows = step_shares(op, strategy, self.mesh)
+        steps = max((sum(part.share for part in row) for row in rows), default=self.steps(strategy))
         if not isinstance(call.target, Region):
             maps = (op.rule.inputs, op.rule.outputs)
             ins, outs = ([block_shape(tensor, extents) for tensor in tensors] for tensors in maps)

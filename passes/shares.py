@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 
+from stpart_compiler.cost_models.compute import Computed
 from stpart_compiler.ir.layout import Atom
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.spacetime import Strategy, factor_atom
@@ -14,8 +15,8 @@ from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules.region import BodyOp, Region
 from stpart_compiler.passes.rules.registry import WORK, Work, span_of
 
-Shares = tuple[tuple[float, ...], ...]
-"""Per rank and step, the part of the FLOPs of a block that is computed."""
+Shares = tuple[tuple[Computed, ...], ...]
+"""Per rank and step, what is computed of a block."""
 
 Dims = tuple[tuple[Atom, ...], ...]
 
@@ -23,7 +24,7 @@ Dims = tuple[tuple[Atom, ...], ...]
 def step_shares(op: OpNode, strategy: Strategy, mesh: Mesh) -> Shares:
     """What each rank computes of its block in each step; empty where that is all of it."""
     work, dims = _work(op, strategy)
-    return _shares(work.share, dims, strategy.steps, mesh) if work is not None else ()
+    return _shares(work.done, dims, strategy.steps, mesh) if work is not None else ()
 
 
 def imbalance(op: OpNode, strategy: Strategy, mesh: Mesh) -> float | None:
@@ -37,9 +38,9 @@ def imbalance(op: OpNode, strategy: Strategy, mesh: Mesh) -> float | None:
     work, dims = _work(op, strategy)
     if work is None:
         return None
-    shares = _shares(work.share, dims, strategy.steps, mesh)
+    shares = _shares(work.done, dims, strategy.steps, mesh)
     done = [
-        sum(share * _numel(dims, coords, t) for t, share in enumerate(row))
+        sum(part.share * _numel(dims, coords, t) for t, part in enumerate(row))
         for row, coords in zip(shares, mesh.coords, strict=True)
     ]
     return max(done) * len(done) / sum(done)
@@ -53,14 +54,14 @@ def _work(op: OpNode, strategy: Strategy) -> tuple[Work | None, Dims]:
 
 
 @lru_cache(maxsize=10_000)
-def _shares(share: Callable[..., float], dims: Dims, steps: int, mesh: Mesh) -> Shares:
-    return tuple(tuple(_share(share, dims, coords, t) for t in range(steps)) for coords in mesh.coords)
+def _shares(done: Callable[..., Computed], dims: Dims, steps: int, mesh: Mesh) -> Shares:
+    return tuple(tuple(_computed(done, dims, coords, t) for t in range(steps)) for coords in mesh.coords)
 
 
-def _share(share: Callable[..., float], dims: Dims, coords: dict[str, int], t: int) -> float:
+def _computed(done: Callable[..., Computed], dims: Dims, coords: dict[str, int], t: int) -> Computed:
     if not _numel(dims, coords, t):
-        return 0.0
-    return share(*(span_of([x.size for x in atoms], [x.range(coords, t) for x in atoms]) for atoms in dims))
+        return Computed(0.0)
+    return done(*(span_of([x.size for x in atoms], [x.range(coords, t) for x in atoms]) for atoms in dims))
 
 
 def _numel(dims: Dims, coords: dict[str, int], t: int) -> int:

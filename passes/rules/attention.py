@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from stpart_compiler.cost_models.compute import causal_share, is_causal
+from stpart_compiler.cost_models.compute import ALL, Computed, causal_share, is_causal
 from stpart_compiler.ir.rule import ONLINE, PARALLEL, SUM, WHOLE, DimMap, OpRule, TensorMap
 from stpart_compiler.passes.rules.factors import Factors, aligned, maps_of_results
 from stpart_compiler.passes.rules.registry import (
@@ -115,13 +115,14 @@ def causal_dims(query: int) -> Callable[[OpCall, OpRule], tuple[DimMap, ...]]:
     return dims
 
 
-def computed_part(queries: Span, keys: Span) -> float:
-    """Part of the scores of a block of causal attention that is computed."""
+def computed_part(queries: Span, keys: Span) -> Computed:
+    """What is computed of a block of causal attention."""
     if _is_masked(queries, keys):
-        return 0.0
+        return Computed(0.0)
     found = _striped(queries, keys)
-    rows = span_length(queries) // (found[0] if found is not None else 1)
-    return causal_share(rows) if queries == keys or found is not None else 1.0
+    if found is not None:
+        return Computed(causal_share(span_length(queries) // found[0]), found[1])
+    return Computed(causal_share(span_length(queries))) if queries == keys else ALL
 
 
 WORK[aten._scaled_dot_product_flash_attention_for_cpu.default] = Work(causal_dims(0), computed_part)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from stpart_compiler.cost_models.compute import Computed
 from stpart_compiler.ir.combine import neutral
 from stpart_compiler.ir.layout import Range
 from stpart_compiler.ir.program import substituted
@@ -130,14 +131,14 @@ class Merge:
 
 @dataclass(frozen=True)
 class Work:
-    """Which part of its FLOPs a block takes, where a mask leaves out scores.
+    """What is computed of a block, where a mask leaves out scores.
 
-    `dims(call, rule)`: the dims of operands that decide; none where all is computed. `share(*spans)`: that part, of
-    non-empty spans of these dims; 0: the block contributes nothing to sums and merges, so that it is not computed.
+    `dims(call, rule)`: the dims of operands that decide; none where all is computed. `done(*spans)`: of non-empty spans
+    of these dims; a block with a share of 0 contributes nothing to sums and merges, and is not computed.
     """
 
     dims: Callable[[OpCall, OpRule], tuple[DimMap, ...]]
-    share: Callable[..., float]
+    done: Callable[..., Computed]
 
 
 LocalCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -199,7 +200,7 @@ def is_void(call: OpCall, block: Block) -> bool:
         return True
     work = WORK.get(call.target)
     dims = work.dims(call, block.rule) if work is not None else ()
-    return work is not None and bool(dims) and not work.share(*(block.digits(dim) for dim in dims))
+    return work is not None and bool(dims) and not work.done(*(block.digits(dim) for dim in dims)).share
 
 
 def rule_of(call: OpCall) -> OpRule | None:
