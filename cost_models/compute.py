@@ -164,7 +164,9 @@ def moved_bytes(call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Sha
     if is_view(call.target) or _name(call.target) in _EMPTY:
         return 0.0
     written = _written(call, out_shapes)
-    read = [math.prod(shape) * info.dtype.itemsize for info, shape in zip(call.operands, in_shapes, strict=True)]
+    read: list[float] = [
+        math.prod(shape) * info.dtype.itemsize for info, shape in zip(call.operands, in_shapes, strict=True)
+    ]
     if read and _name(call.target) in _LIKE:
         read[0] = 0
     if read and _name(call.target) in _LOOKUPS:
