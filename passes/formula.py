@@ -236,7 +236,7 @@ def _runs(op: OpNode, strategy: Strategy) -> list[tuple[int, ...]]:
     for f, factor in enumerate(op.rule.factors):
         before = runs[-1] if runs else ()
         alike = before and f not in op.data and factor.kind == op.rule.factors[before[0]].kind
-        striped = f in op.stripes and before and not strategy.digits[before[-1]]
+        striped = f in op.stripes and before and op.rule.factors[before[-1]].local and not strategy.digits[before[-1]]
         if (striped and all(_adjacent(dim, before[-1], f) for dim in dims)) or (
             alike
             and not strategy.digits[op.rule.driver(f)]

@@ -122,4 +122,6 @@ class _Names:
 def _rows_and_stripes(op: OpNode) -> Iterator[tuple[int, int]]:
     """Factors of rows, each with that of the stripes behind it in a dim."""
     dims = {dim for tensor in (*op.rule.inputs, *op.rule.outputs) for dim in tensor}
-    yield from (pair for dim in dims for pair in pairwise(dim) if pair[1] in op.stripes)
+    yield from (
+        pair for dim in dims for pair in pairwise(dim) if pair[1] in op.stripes and op.rule.factors[pair[0]].local
+    )

@@ -146,11 +146,12 @@ def _major(parts: DimMap, factors: list[Factor]) -> int:
 
 def striped(rule: OpRule, rows: frozenset[int]) -> OpRule:
     """The rule with `rows` cut in time alone, and loops over them made loops over the stripes beside them in a dim."""
-    loops = frozenset(_beside(rule, f, rows) if f in rows else f for f in rule.loops)
+    loops = frozenset(g for f in rule.loops for g in (_beside(rule, f, rows) if f in rows else [f]))
     factors = tuple(replace(factor, local=factor.local or f in rows) for f, factor in enumerate(rule.factors))
     return replace(rule, factors=factors, loops=loops)
 
 
-def _beside(rule: OpRule, f: int, rows: frozenset[int]) -> int:
+def _beside(rule: OpRule, f: int, rows: frozenset[int]) -> list[int]:
+    """The first factor behind f in its dim that is none of `rows`; none in a dim of rows alone."""
     dim = next(dim for tensor in (*rule.inputs, *rule.outputs) for dim in tensor if f in dim)
-    return next(g for g in dim[dim.index(f) :] if g not in rows)
+    return [g for g in dim[dim.index(f) :] if g not in rows][:1]
