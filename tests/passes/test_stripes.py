@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lockstep_step import lockstep_step
+from once import traced_once
 from slow_ranks import CLUSTER, SOLVER
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -65,7 +66,8 @@ def tokens(batch: int, length: int) -> Tensor:
 
 
 def compiled(x: Tensor, mesh: Any, windows: bool = False, **options: Any) -> st.CompiledModel:
-    return st.compile_model(decoder(windows), (x,), mesh=mesh, cluster=CLUSTER, solver=SOLVER, **options)
+    with traced_once(("decoder", windows, tuple(x.shape))):
+        return st.compile_model(decoder(windows), (x,), mesh=mesh, cluster=CLUSTER, solver=SOLVER, **options)
 
 
 def assert_exact(done: st.CompiledModel, x: Tensor, windows: bool = False) -> None:
