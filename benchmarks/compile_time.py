@@ -54,7 +54,7 @@ def measure(layers: int, mesh_text: str, memory: int, programs: bool) -> dict[st
     row["nodes"] = len(captured.gm.graph.nodes)
 
     start = time.perf_counter()
-    graph = annotate(captured)
+    graph = annotate(captured, stripes=mesh.world_size)
     row["propagate_s"] = time.perf_counter() - start
     costs = Costs(load_cluster("h100-80gb-8"), mesh)
     first: list[float] = []

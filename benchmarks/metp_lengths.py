@@ -125,7 +125,7 @@ def needs(options: argparse.Namespace, shape: Shape, layers: int, name: str, mar
     with torch.device("meta"):
         model = Decoder(shape, layers, marked).to(torch.bfloat16)
         tokens = torch.zeros(1, length, dtype=torch.long)
-    graphs = Graphs(annotate(capture(model, (tokens, tokens))), Dumper(None))
+    graphs = Graphs(annotate(capture(model, (tokens, tokens)), stripes=options.ranks), Dumper(None))
     costs = Costs(load_cluster(options.cluster), Mesh(("d",), (options.ranks,)))
 
     template = None if name == "solved" else name

@@ -90,10 +90,11 @@ def measure(name: str, mesh_text: str, layers: int) -> dict[str, Any]:
         auto: Any = transformers.AutoModelForCausalLM
         model = auto.from_config(config).to(torch.bfloat16)
     ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
-    graph = annotate(capture(model, (), {"input_ids": ids, "labels": ids}))
+    captured = capture(model, (), {"input_ids": ids, "labels": ids})
     host = load_cluster("h100-80gb-8")
     cluster = replace(host, name="h100 hosts", levels=(*host.levels, (None, Link(10e-6, 50e9))))
     mesh = parse_mesh(tuple(map(int, mesh_text.split("x"))) if "x" in mesh_text else int(mesh_text))
+    graph = annotate(captured, stripes=mesh.world_size)
     coarse, fine = coarse_and_fine(mesh)
     options = SolverOptions()
     plans: list[tuple[float, float]] = []  # seconds since the start, of the plan's step

@@ -6,7 +6,7 @@ In every collective a rank sends as much as it receives. On a full-duplex link t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from stpart_compiler.cost_models.cluster import Cluster, Link
@@ -60,14 +60,24 @@ def collective_seconds(kind: str, nbytes: float, group_size: int, link: Link) ->
     return exchange_seconds(nbytes * share, link, messages)
 
 
-def temporal_seconds(step_compute: float, step_bytes: float, steps: int, link: Link, messages: int = 1) -> float:
+def temporal_seconds(
+    step_compute: float,
+    step_bytes: float,
+    steps: int,
+    link: Link,
+    messages: int = 1,
+    odd: Sequence[float] = (),
+    last: float | None = None,
+) -> float:
     """Seconds of a temporal loop: each step computes while the next step's blocks travel; the last one only computes.
 
     `step_compute`: seconds a step. `step_bytes`: bytes that a rank sends, and receives, between two steps, in
-    `messages` messages each way (one per moving tensor).
+    `messages` messages each way (one per moving tensor). `odd`: seconds of steps before the last that take other than
+    `step_compute`; `last`: of the last, where it does.
     """
     transfer = exchange_seconds(step_bytes, link, messages) if step_bytes else 0.0
-    return (steps - 1) * max(step_compute, transfer) + step_compute
+    usual = (steps - 1 - len(odd)) * max(step_compute, transfer)
+    return usual + sum(max(seconds, transfer) for seconds in odd) + (step_compute if last is None else last)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stpart_compiler.cost_models.cluster import Cluster
-from stpart_compiler.cost_models.compute import copy_seconds, is_view, op_seconds
+from stpart_compiler.cost_models.compute import computed, copy_seconds, is_view, op_seconds
 from stpart_compiler.ir.program import Instr, RankProgram, Value, substituted
 
 _WRAPPERS = frozenset({"contiguous_call", "drawn"})
@@ -30,6 +30,7 @@ class _Call:
 
     target: Any
     args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     operands: tuple[Value, ...]
     results: tuple[Value | None, ...]
 
@@ -77,8 +78,9 @@ class InstructionCost:
             copies = any(y is not None and y.untyped_storage()._cdata not in own for y in results)
             seconds = copy_seconds(operands[0].nbytes, self.cluster) if copies else 0.0
         else:
-            shapes = [value.shape for value in operands], [value.shape if value else () for value in instr.outs]
-            seconds = op_seconds(_Call(target, args, operands, instr.outs), *shapes, self.cluster)
+            call = _Call(target, args, instr.kwargs, operands, instr.outs)
+            ins, outs = [value.shape for value in operands], [value.shape if value else () for value in instr.outs]
+            seconds = op_seconds(call, ins, outs, self.cluster, computed(call, ins))
         return _Price(seconds, tuple(None if y is None or y.is_contiguous() else y.stride() for y in results))
 
 

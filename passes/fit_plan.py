@@ -42,6 +42,7 @@ class FitPlan:
         if plan.graph_digest == digest:
             return plan
         _check_same_model(plan, graph)
+        plan = _in_pieces(plan, graph)
         for op in graph.ops:
             _check_applies(op, plan.strategies[op.name], plan.mesh)
         return self._priced(replace(plan, graph_digest=digest), graph)
@@ -97,6 +98,25 @@ def _check_same_model(plan: Plan, graph: Annotated) -> None:
             f"plan: made for another model, or for inputs with which the step has other ops (ops only in the plan:"
             f" {missing[:5]}, only in the model: {extra[:5]}, parameters that differ: {params[:5]}); {_ANEW}"
         )
+
+
+def _in_pieces(plan: Plan, graph: Annotated) -> Plan:
+    """The plan for sequences that are not written in stripes at these sizes: what cuts the stripes cuts pieces."""
+    strategies = {
+        op.name: _over_pieces(op, plan.strategies[op.name], graph.sequences.whole.get(op.name, frozenset()))
+        for op in graph.ops
+    }
+    sequences = graph.sequences
+    return replace(plan, strategies=strategies, stripes=sequences.stripes, uneven=list(sequences.uneven))
+
+
+def _over_pieces(op: OpNode, strategy: Strategy, sequences: frozenset[int]) -> Strategy:
+    """A strategy with the digits of rows and stripes on one factor, those of `sequences`."""
+    if len(strategy.digits) != len(op.rule.factors) + len(sequences):
+        return strategy
+    digits = iter(strategy.digits)
+    joined = [next(digits) + next(digits) if f in sequences else next(digits) for f in range(len(op.rule.factors))]
+    return replace(strategy, digits=tuple(joined))
 
 
 def _check_applies(op: OpNode, strategy: Strategy, mesh: Mesh) -> None:

@@ -31,7 +31,8 @@ from stpart_compiler.passes.held import op_bytes
 from stpart_compiler.passes.inner_rings import inner_op, inner_ring, inner_strategy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey, reached_from
 from stpart_compiler.passes.rules.region import Region
-from stpart_compiler.passes.rules.registry import OpCall
+from stpart_compiler.passes.rules.registry import WORK, OpCall
+from stpart_compiler.passes.shares import step_shares
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.timeline import timeline
 
@@ -159,22 +160,24 @@ class _TracedCosts(Costs):
         return self.symbols.named("R", seconds) if seconds else 0.0
 
     def flops(self, op: OpNode, strategy: Strategy) -> Any:
-        """Of one rank, in all steps."""
+        """Of the busiest rank, in all steps."""
         extents, call = self.extents(op, strategy), op.call
+        rows = step_shares(op, strategy, self.mesh)
+        steps = max((sum(part.share for part in row) for row in rows), default=self.steps(strategy))
         if not isinstance(call.target, Region):
             maps = (op.rule.inputs, op.rule.outputs)
             ins, outs = ([block_shape(tensor, extents) for tensor in tensors] for tensors in maps)
-            return flops(call, ins, outs) * self.steps(strategy)
+            return flops(call, ins, outs) * steps
         total: Any = 0
         for inner in call.target.body:
             ring = inner_ring(op, strategy, inner, self.mesh)
             if ring is not None:
                 total += self.flops(ring.op, ring.strategy)
-            elif isinstance(inner.call.target, Region):
+            elif inner.call.target in WORK or isinstance(inner.call.target, Region):
                 total += self.flops(inner_op(op, inner), inner_strategy(strategy, inner, 0))
             else:
                 total += flops(inner.call, *inner.shapes(extents))
-        return total * self.steps(strategy)
+        return total * steps
 
     def sized(self, op: OpNode) -> OpNode:
         """The op with the bytes of elements traced."""
@@ -199,7 +202,7 @@ class _TracedCosts(Costs):
         run = next(run for run in self.runs[key] if f in run)
         if f != run[0]:
             return 1
-        factor, digits = op.rule.factors[f], strategy.digits[op.rule.driver(f)]
+        factor, digits = op.rule.factors[f], [d for g in run for d in strategy.digits[op.rule.driver(g)]]
         kept = tuple(replace(d, q=self._parts(d)) for d in digits if with_time or not d.tau)
         size: Any = math.prod(op.rule.factors[g].size for g in run)
         if size > 1:
@@ -226,14 +229,15 @@ class _TracedCosts(Costs):
 
 def _runs(op: OpNode, strategy: Strategy) -> list[tuple[int, ...]]:
     """The factors, those in one run that are one dim to the op: side by side wherever they occur, and only the first
-    cut, evenly. Batch and places stay apart.
+    cut, evenly. Batch and places stay apart; rows and stripes of a sequence are one, of which stripes may be cut.
     """
     dims = list(_dims(op.call, op.rule, range(len(op.rule.factors))))
     runs: list[tuple[int, ...]] = []
     for f, factor in enumerate(op.rule.factors):
         before = runs[-1] if runs else ()
         alike = before and f not in op.data and factor.kind == op.rule.factors[before[0]].kind
-        if (
+        striped = f in op.stripes and before and op.rule.factors[before[-1]].local and not strategy.digits[before[-1]]
+        if (striped and all(_adjacent(dim, before[-1], f) for dim in dims)) or (
             alike
             and not strategy.digits[op.rule.driver(f)]
             and _divides(op, strategy, before[0])

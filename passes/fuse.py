@@ -33,13 +33,18 @@ class FuseRegions:
 
 @dataclass(frozen=True)
 class FuseScores:
-    """captured step -> the same with each attention written out as one op; None where there is none."""
+    """captured step -> the same with each attention written out as one op; None where there is none.
+
+    `stripes`: as of Propagate.
+    """
+
+    stripes: int = 1
 
     def apply(self, captured: Captured) -> Captured | None:
         written = WriteOnline().apply(captured)
         if written is None:
             return None
-        graph = Propagate().apply(written[0])
+        graph = Propagate(self.stripes).apply(written[0])
         return _fused(graph, FindScores(graph, written[1]))
 
 

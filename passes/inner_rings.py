@@ -71,4 +71,5 @@ def inner_op(op: OpNode, inner: BodyOp) -> OpNode:
         movable=own(op.movable),
         batch=own(op.batch),
         data=own(op.data),
+        stripes=own(op.stripes),
     )

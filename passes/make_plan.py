@@ -317,5 +317,7 @@ def written_plan(
             "cluster": space.costs.cluster.name,
             "memory_binds": solution.memory_binds,
         },
+        stripes=graph.sequences.stripes,
+        uneven=list(graph.sequences.uneven),
         recompute=[op.name for op in graph.ops if op.name in problem.again and op.klass in problem.again_classes],
     )

@@ -7,6 +7,7 @@ from stpart_compiler.ir.plan import Alternative, PlanRow
 from stpart_compiler.passes.held import Bytes, op_bytes
 from stpart_compiler.passes.problem import Problem
 from stpart_compiler.passes.propagate import OpNode
+from stpart_compiler.passes.shares import imbalance
 from stpart_compiler.passes.space import Space, strategy_of
 from stpart_compiler.passes.step_cost import step_costs
 from stpart_compiler.passes.timeline import timeline
@@ -44,6 +45,7 @@ def plan_rows(space: Space, problem: Problem, choice: Assignment) -> list[PlanRo
                 twins={twin.name: twin.module_path for twin in space.graph.classes[klass][1:]},
                 again=klass in problem.again_classes,
                 loops=step_costs(op, strategy, derived, space.costs),
+                busiest=imbalance(op, strategy, space.mesh),
                 memory=op_bytes(space.costs, op, strategy, derived, lasting),
             )
         )

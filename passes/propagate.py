@@ -25,6 +25,7 @@ from stpart_compiler.ir.plan import layers_folded
 from stpart_compiler.ir.rule import HALO, WHOLE, DimMap, Factor, OpRule, refined
 from stpart_compiler.passes.rules import OpCall, discovered_rule, rule_of
 from stpart_compiler.passes.rules.calls import OpCalls
+from stpart_compiler.passes.stripes import Sequences, stripe_cuts, write_stripes
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class OpNode:
     movable: frozenset[int] = frozenset()  # factors that may be cut
     batch: frozenset[int] = frozenset()  # factors that come from dim 0 of the user's inputs
     data: frozenset[int] = frozenset()  # factors that come from any dim of the user's inputs
+    stripes: frozenset[int] = frozenset()  # factors that are stripes of a sequence, each behind its rows in a dim
     klass: int = -1
     checkpoint: int | None = None  # number of the torch.utils.checkpoint that the op is in
 
@@ -79,6 +81,7 @@ class Annotated:
     backward: set[str]  # names of ops that run in backward
     by_name: dict[str, OpNode]
     uses: dict[ValueKey, list[tuple[int, int]]]  # value -> (op class, operand) of every use
+    sequences: Sequences  # under causal masks
 
     @cached_property
     def digest(self) -> str:
@@ -97,16 +100,23 @@ class Annotated:
 
 @dataclass(frozen=True)
 class Propagate:
-    """captured joint graph -> annotated ops."""
+    """captured joint graph -> annotated ops.
+
+    `stripes`: sequences under causal masks are written as (rows, stripes), this many, to be cut in stripes.
+    """
+
+    stripes: int = 1
 
     def apply(self, captured: Captured) -> Annotated:
         ops, values, alias = _collect(captured)
-        _refine(ops, values)
+        starts = stripe_cuts(ops, self.stripes)
+        _refine(ops, values, starts)
+        sequences = write_stripes(ops, values, self.stripes)
         _mark_movable(ops, values)
         classes = _classes(ops)
         by_name = {op.name: op for op in ops}
         backward = _backward(captured, ops, alias)
-        return Annotated(captured, ops, values, alias, classes, backward, by_name, _uses(ops))
+        return Annotated(captured, ops, values, alias, classes, backward, by_name, _uses(ops), sequences)
 
 
 def _uses(ops: list[OpNode]) -> dict[ValueKey, list[tuple[int, int]]]:
@@ -226,8 +236,11 @@ TensorCuts = tuple[Cuts, ...]  # per dim
 NO_CUTS: Cuts = frozenset()
 
 
-def _refine(ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
+def _refine(ops: list[OpNode], values: dict[ValueKey, ValueInfo], starts: dict[tuple[ValueKey, int], int]) -> None:
+    """Atoms of all values, rules over atoms. `starts`: boundaries given beforehand, by value and dim."""
     cuts: dict[ValueKey, TensorCuts] = {key: (NO_CUTS,) * len(info.shape) for key, info in values.items()}
+    for (key, dim), cut in starts.items():
+        cuts[key] = tuple(known | {cut} if d == dim else known for d, known in enumerate(cuts[key]))
     by_value: dict[ValueKey, list[int]] = {}
     ports = [(*op.operands, *((op.name, i) for i in range(len(op.rule.outputs)))) for op in ops]
     for index, keys in enumerate(ports):
@@ -334,7 +347,7 @@ def _factor_parts(rule: OpRule, known: tuple[TensorCuts, ...]) -> dict[int, tupl
 
 
 def _mark_movable(ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
-    """Factors that may be cut: of user data, every atom; of features, only the major atom of a dim.
+    """Factors that may be cut: of user data, every atom; of features, only the major atom of a dim; stripes.
 
     A minor feature atom (the size of a head) is whole in attention; cutting it elsewhere only multiplies the search.
     """
@@ -343,17 +356,17 @@ def _mark_movable(ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
     movable = _Memo(_movable)
     for op in ops:
         op.data, op.batch = data[op.name], batch[op.name]
-        op.movable = movable(op.rule, op.data)
+        op.movable = movable(op.rule, op.data | op.stripes)
 
 
-def _movable(rule: OpRule, data: frozenset[int]) -> frozenset[int]:
+def _movable(rule: OpRule, tokens: frozenset[int]) -> frozenset[int]:
     minor = {
         f
         for tensor in _tensors(rule)
         for factors in tensor
         for f in [f for f in factors if rule.factors[f].size > 1][1:]
     }
-    return frozenset(f for f in rule.cuttable if f in data or f not in minor)
+    return frozenset(f for f in rule.cuttable if f in tokens or f not in minor)
 
 
 Marks = tuple[tuple[bool, ...], ...]  # per dim, per atom

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 from stpart_compiler.cost_models.cluster import Cluster
 from stpart_compiler.cost_models.communication import LinkCost, temporal_seconds
-from stpart_compiler.cost_models.compute import copy_seconds, op_seconds
+from stpart_compiler.cost_models.compute import ALL, Computed, combining_seconds, copy_seconds, op_seconds
 from stpart_compiler.ir.layout import Layout, form, max_local_numel, replicated, shard
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
@@ -23,7 +23,8 @@ from stpart_compiler.passes.inner_rings import inner_op, inner_ring, inner_strat
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
 from stpart_compiler.passes.rules.region import Region
-from stpart_compiler.passes.rules.registry import draws
+from stpart_compiler.passes.rules.registry import WORK, draws
+from stpart_compiler.passes.shares import step_shares
 from stpart_compiler.passes.strategies import DEFAULT_SPACE, StrategySpace, enumerate_strategies, is_contraction
 
 LARGE_IN_LATENCIES = 20.0
@@ -75,19 +76,28 @@ class Costs:
 
     def op(self, op: OpNode, strategy: Strategy, derived: Derived) -> tuple[float, int]:
         """Seconds of one op on the busiest rank, and the bytes it sends while it runs."""
-        compute, within = self._block_seconds(op, strategy, self.extents(op, strategy))
+        rows = set(step_shares(op, strategy, self.mesh)) or {(ALL,) * strategy.steps}
+        extents = self.extents(op, strategy)
+        blocks = {x: self._block_seconds(op, strategy, extents, x) for x in {x for row in rows for x in row}}
+        compute = {part: seconds for part, (seconds, _) in blocks.items()}
+        within = max(nbytes for _, nbytes in blocks.values())
         if strategy.steps == 1:
-            return compute, within
+            return max(compute.values()), within
         steps = self.steps(strategy)
         added, joined = self._combine_seconds(op, strategy, derived)
-        compute += added * (steps - 1) / steps
+        compute = {part: seconds + added * (steps - 1) / steps for part, seconds in compute.items()}
         moved, axes = self._moving_bytes(op, strategy, derived)
         if not axes:
-            return compute * steps + joined, within * steps
+            return max(compute.values()) * steps + joined, within * steps
         link = self.link.link(axes)
         messages = sum(port.motion == MOVE for port in (*derived.inputs, *derived.outputs))
-        seconds = temporal_seconds(compute, moved, steps, link, messages)
-        return seconds + joined, moved * (steps - 1) + within * steps
+
+        def loop_seconds(row: tuple[Computed, ...]) -> float:
+            usual = max(row[:-1], key=row[:-1].count)
+            odd = [compute[part] for part in row[:-1] if part != usual]
+            return temporal_seconds(compute[usual], moved, steps, link, messages, odd, compute[row[-1]])
+
+        return max(map(loop_seconds, rows)) + joined, moved * (steps - 1) + within * steps
 
     # What `passes/formula.py` replaces by numbers that remember how they were made:
 
@@ -112,19 +122,21 @@ class Costs:
             if port.motion == SLICE:
                 joined += copy_seconds(nbytes, self.cluster)
             else:
-                added += copy_seconds(1.5 * nbytes, self.cluster)  # two are read, one is written
+                added += combining_seconds(nbytes, self.cluster)
         return added, joined
 
-    def _block_seconds(self, op: OpNode, strategy: Strategy, extents: Sequence[int]) -> tuple[float, int]:
-        """Seconds of one step, and the bytes that go round inside of it."""
+    def _block_seconds(
+        self, op: OpNode, strategy: Strategy, extents: Sequence[int], done: Computed = ALL
+    ) -> tuple[float, int]:
+        """Seconds of one step, and the bytes that go round inside of it. `done`: what is computed of the block."""
         if not isinstance(op.call.target, Region):
             maps = (op.rule.inputs, op.rule.outputs)
             ins, outs = ([block_shape(tensor, extents) for tensor in tensors] for tensors in maps)
-            return op_seconds(op.call, ins, outs, self.cluster), 0
+            return op_seconds(op.call, ins, outs, self.cluster, done), 0
         seconds, moved = 0.0, 0
         for inner in op.call.target.body:
             ring = inner_ring(op, strategy, inner, self.mesh)
-            if ring is None and not isinstance(inner.call.target, Region):
+            if ring is None and inner.call.target not in WORK and not isinstance(inner.call.target, Region):
                 seconds += op_seconds(inner.call, *inner.shapes(extents), self.cluster)
                 continue
             if ring is None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import sympy as sp
 import torch
 
-from stpart_compiler.cost_models.compute import flops
+from stpart_compiler.cost_models.compute import flops, is_causal
 from stpart_compiler.ir.overlap import Expr, StepCost
 from stpart_compiler.ir.rule import OpRule, TensorMap, block_shape
 from stpart_compiler.ir.spacetime import MOVE, Derived, Port, Strategy, factor_atom
@@ -73,12 +74,7 @@ def _products(call: OpCall, rule: OpRule, extents: Sequence[Any]) -> Iterator[tu
     ins, outs = ([block_shape(tensor, extents) for tensor in maps] for maps in (rule.inputs, rule.outputs))
     n = flops(call, ins, outs)
     if n:
-        yield n / 2 if _is_causal(call) else n, call.operands[0].dtype
-
-
-def _is_causal(call: OpCall) -> bool:
-    names = [argument.name for argument in call.target._schema.arguments] if hasattr(call.target, "_schema") else []
-    return "is_causal" in names and bool(call.arg(names.index("is_causal"), "is_causal", False))
+        yield n / 2 if is_causal(call) else n, call.operands[0].dtype
 
 
 class _Names:
@@ -91,8 +87,11 @@ class _Names:
         self.known: dict[tuple[str, int], str] = {}
         axes = {axis for digits in strategy.digits for digit in digits for axis, _ in digit.coeffs}
         self.extents: list[Expr] = []
+        self.beside = dict(_rows_and_stripes(op))
         for f, factor in enumerate(op.rule.factors):
-            extent: Expr = sp.Integer(1) if factor.size == 1 else sp.Symbol(self._of(f))
+            extent: Expr = sp.Integer(1)
+            if factor.size > 1 and f not in self.beside.values():
+                extent = sp.Symbol(self._of(f))
             for digit in factor_atom(op.rule, strategy, f).digits:
                 name = "p" if len(axes) == 1 else "_".join(["p", *(axis for axis, _ in digit.coeffs)])
                 self.values[name] = float(digit.q)
@@ -101,6 +100,8 @@ class _Names:
 
     def _of(self, f: int) -> str:
         size = self.op.rule.factors[f].size
+        if f in self.beside:  # rows and stripes are one dim
+            size *= self.op.rule.factors[self.beside[f]].size
         role = self._role(f)
         own = self.op.rule.factors[f].name.rstrip("0123456789")
         if not role and own in _TAKEN:  # the value's dim of a head is that of the query's
@@ -116,3 +117,11 @@ class _Names:
 
     def _role(self, f: int) -> str:
         return "b" if f in self.op.batch else "s" if f in self.op.data else "f" if f == self.time else ""
+
+
+def _rows_and_stripes(op: OpNode) -> Iterator[tuple[int, int]]:
+    """Factors of rows, each with that of the stripes behind it in a dim."""
+    dims = {dim for tensor in (*op.rule.inputs, *op.rule.outputs) for dim in tensor}
+    yield from (
+        pair for dim in dims for pair in pairwise(dim) if pair[1] in op.stripes and op.rule.factors[pair[0]].local
+    )

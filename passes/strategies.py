@@ -76,8 +76,8 @@ def enumerate_strategies(
         found += _temporal(rule, mesh, axes, movable, space)
     if rule.loops and space.temporal_1d:
         found += _rings(rule, mesh, axes, movable, space)
-    keys = {f for f in rule.tiles if rule.factors[f].kind == ONLINE}
-    for tile, steps in itertools.product(sorted(rule.tiles & movable | keys), TILE_STEPS):
+    in_time = {f for f in rule.tiles if rule.factors[f].kind == ONLINE or rule.factors[f].local}
+    for tile, steps in itertools.product(sorted(rule.tiles & movable | in_time), TILE_STEPS):
         found += _with_rest(rule, mesh, axes, movable, {tile: form(steps, 1)}, steps, space)
     kept = [strategy for strategy in dict.fromkeys(found) if _valid(rule, strategy, mesh)]
     assert kept, f"no strategy for {rule}"

@@ -123,19 +123,20 @@ def compile_model(
     say("capture")
     captured = capture(model, tuple(example_args), dict(example_kwargs or {}), loss_fn=loss_fn, training=training)
     buckets = by_leaf(dynamic or {}, input_slots(captured))
-    graphs = Graphs(annotate(captured, dumper), dumper)
+    written = Written(captured, dumper)
+    graphs = written.of(asked.world_size if plan is None else plan.stripes)
     say(f"propagate: {len(graphs.plain.ops)} ops in {len(graphs.plain.classes)} classes")
     limits = restrictions or Restrictions()
 
-    def search_on(grid: Mesh) -> Search:
+    def search_on(grid: Mesh, stripes: int) -> Search:
         coarse, fine = coarse_and_fine(asked)
         finer = fine if grid == coarse else None
-        return Search(graphs, Costs(prices, grid), limit, options, template, limits, device, say, finer)
+        return Search(written.of(stripes), Costs(prices, grid), limit, options, template, limits, device, say, finer)
 
     cache = plan_cache(graphs.plain, asked, prices, limit, options, template, (limits, device.type, grids))
 
     def checked(known: Plan) -> tuple[Plan, Programs]:
-        return search_on(known.mesh).checked(known)
+        return search_on(known.mesh, known.stripes).checked(known)
 
     def solve() -> tuple[Plan, Programs]:
         if plan is not None:
@@ -145,7 +146,12 @@ def compile_model(
         if known is not None:
             say(f"plan taken from the cache: {cache.path}")
             return checked(known)
-        found, programs = _on_best_mesh([search_on(grid) for grid in grids])
+        sequences = graphs.plain.sequences
+        found, programs = _on_best_mesh([search_on(grid, sequences.stripes) for grid in grids])
+        if sequences.windows or (sequences.single and not _keys_go_round(found)):
+            say("solving with sequences in pieces, which may be cheaper to move")
+            others = _on_best_mesh([search_on(grid, 1) for grid in grids])
+            found, programs = _cheapest([(found, programs), others])
         cache.store(found)
         return found, programs
 
@@ -173,7 +179,7 @@ def compile_model(
     def defer() -> list[Deferred]:
         return DeferReductions(device).apply(programs.placement, programs.schedule, programs.artifacts)
 
-    graph = graphs.of(decided.regions)
+    graph = written.of(decided.stripes).of(decided.regions)
     decided.formulas = OpFormulas(graph, Costs(prices, decided.mesh), decided.strategies, frozenset(decided.recompute))
     made = (decided, programs.interface, programs.artifacts, graph, programs.placement)
     return CompiledModel(*made, model, again, defer, buckets)
@@ -201,13 +207,13 @@ def _check_kinds(args: object, kwargs: object, plan: object, loss_fn: object, so
             raise TypeError(f"{name}: got {type(given).__name__}, expected {expected}")
 
 
-def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:
-    """Normalize and propagate: decomposed graph with a refined rule per op."""
+def annotate(captured: Captured, dumper: Dumper | None = None, stripes: int = 1) -> Annotated:
+    """Normalize and propagate: decomposed graph with a refined rule per op. `stripes`: see `passes/stripes.py`."""
     dumper = dumper or Dumper(None)
     dumper.graph("capture", captured.gm)
     with without_gc(), same_random():
         captured = dataclasses.replace(captured, gm=Decompose().apply(captured.gm))
-        graph = Propagate().apply(captured)
+        graph = Propagate(stripes).apply(captured)
     dumper.graph("decompose", captured.gm)
     dumper.annotated(graph)
     return graph
@@ -216,11 +222,12 @@ def annotate(captured: Captured, dumper: Dumper | None = None) -> Annotated:
 def fuse(graph: Annotated, regions: str = "mlp", dumper: Dumper | None = None) -> Annotated | None:
     """The annotated graph with each region as one op; None where there are none. `regions`: one of REGIONS."""
     with without_gc():
-        scores = FuseScores().apply(graph.captured) if regions == "all" else None
+        stripes = graph.sequences.stripes
+        scores = FuseScores(stripes).apply(graph.captured) if regions == "all" else None
         if scores is not None:
-            graph = Propagate().apply(scores)
+            graph = Propagate(stripes).apply(scores)
         captured = FuseRegions(regions).apply(graph)
-        found = Propagate().apply(captured) if captured is not None else graph if scores is not None else None
+        found = Propagate(stripes).apply(captured) if captured is not None else graph if scores is not None else None
     if found is not None:
         (dumper or Dumper(None)).annotated(found)
     return found
@@ -250,6 +257,27 @@ class Graphs:
     def of(self, regions: str | None) -> Annotated:
         """With these regions, as far as there are any."""
         return (self.fused(regions) if regions else None) or self.plain
+
+
+@dataclasses.dataclass
+class Written:
+    """The graphs of a step, with its sequences written in stripes or not (`passes/stripes.py`)."""
+
+    captured: Captured
+    dumper: Dumper
+    known: dict[int, Graphs] = dataclasses.field(default_factory=dict)
+
+    def of(self, stripes: int) -> Graphs:
+        """In so many stripes; 1, or a number that divides no sequence: in none."""
+        if stripes not in self.known:
+            found = Graphs(annotate(self.captured, self.dumper, stripes), self.dumper)
+            self.known[stripes] = self.known[found.plain.sequences.stripes] = found
+        return self.known[stripes]
+
+
+def _keys_go_round(plan: Plan) -> bool:
+    """Whether the plan has a ring under a causal mask, which only stripes balance."""
+    return any(row.busiest is not None and row.moved_bytes for row in plan.rows)
 
 
 def regions_of(graphs: Graphs, template: str) -> str | None:

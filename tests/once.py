@@ -10,22 +10,28 @@ import pytest
 
 from stpart_compiler import compile as compiling
 from stpart_compiler.capture import Captured
+from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.passes.propagate import Annotated
 
 _known: dict[tuple[str, Hashable], Any] = {}
 
 
 @contextmanager
-def traced_before(captured: Captured, graph: Annotated) -> Iterator[None]:
-    """Inside, `compile_model` takes this step as captured and annotated."""
-    with _patched(lambda *args, **kwargs: captured, lambda *args, **kwargs: graph):
+def traced_before(captured: Captured, graph: Callable[[int], Annotated]) -> Iterator[None]:
+    """Inside, `compile_model` takes this step as captured, and as annotated with so many stripes."""
+    with _patched(lambda *args, **kwargs: captured, lambda captured, dumper, stripes: graph(stripes)):
         yield
 
 
 @contextmanager
 def traced_once(key: Hashable) -> Iterator[None]:
     """Inside, `compile_model` captures what `key` stands for, if it has not done so before in this process."""
-    with _patched(_once("capture", key, compiling.capture), _once("annotate", key, compiling.annotate)):
+    annotate = compiling.annotate
+
+    def annotated(captured: Captured, dumper: Dumper, stripes: int) -> Annotated:
+        return _once("annotate", (key, stripes), annotate)(captured, dumper, stripes)  # type: ignore[no-any-return]
+
+    with _patched(_once("capture", key, compiling.capture), annotated):
         yield
 
 

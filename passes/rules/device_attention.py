@@ -13,21 +13,29 @@ from typing import Any
 import torch
 
 from stpart_compiler.ir.rule import PARALLEL, SUM, WHOLE, DimMap, OpRule, TensorMap
+from stpart_compiler.passes.rules.attention import causal_dims, computed_part
 from stpart_compiler.passes.rules.factors import Factors, aligned
-from stpart_compiler.passes.rules.registry import Block, LocalCall, OpCall, Operand, localized, rule
+from stpart_compiler.passes.rules.registry import WORK, Block, LocalCall, OpCall, Operand, Work, localized, rule
 
 aten = torch.ops.aten
 
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
 _FLASH = (aten._scaled_dot_product_flash_attention.default, _FLASH_BACKWARD)
-
-
-@rule(
+_FORWARD = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_fused_attention_overrideable.default,
 )
+_BACKWARD = (
+    _FLASH_BACKWARD,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+)
+
+
+@rule(*_FORWARD)
 def device_attention(call: OpCall) -> OpRule | None:
     """(q, k, v, bias, dropout_p, is_causal, ...) -> (out, logsumexp, lengths, seeds, ...)."""
     given = _arguments(call)
@@ -38,12 +46,7 @@ def device_attention(call: OpCall) -> OpRule | None:
     return maps.factors.rule(maps.of_operands(given), outputs)
 
 
-@rule(
-    _FLASH_BACKWARD,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
-)
+@rule(*_BACKWARD)
 def device_attention_backward(call: OpCall) -> OpRule | None:
     """(grad, q, k, v, bias, out, logsumexp, ...) -> (dq, dk, dv); no rule where the bias has a gradient."""
     given = _arguments(call)
@@ -63,6 +66,10 @@ def flash_backward_block(call: OpCall, block: Block) -> LocalCall:
     names = [argument.name for argument in call.target._schema.arguments]
     args = tuple(lengths.get(name, value) for name, value in zip(names, call.args, strict=False))
     return call.target, args, call.kwargs
+
+
+for _op in (*_FORWARD, *_BACKWARD):
+    WORK[_op] = Work(causal_dims(int(_op in _BACKWARD)), computed_part)
 
 
 class _Maps:

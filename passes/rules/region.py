@@ -180,17 +180,20 @@ def compose(
     kinds, combines = _kinds(body, dims, outputs)
     shared = _common(body, dims) & {c for c, kind in kinds.items() if kind != WHOLE}
     rings = {dims.of(j, op.ring[0]) for j, op in enumerate(body) if op.ring is not None} & shared
-    loops = shared - rings
-    if not loops:
+    local = {dims.of(j, f) for j, op in enumerate(body) for f, factor in enumerate(op.rule.factors) if factor.local}
+    tiles = shared - rings
+    if not tiles:
         return None
     number = {c: i for i, c in enumerate(kinds)}
-    factors = tuple(Factor(f"f{i}", dims.size[c], kinds[c] if c in shared else WHOLE) for i, c in enumerate(kinds))
+    factors = tuple(
+        Factor(f"f{i}", dims.size[c], kinds[c] if c in shared else WHOLE, local=c in local) for i, c in enumerate(kinds)
+    )
     rule = OpRule(
         factors,
         tuple(dims.tensor((-1, i), number) for i in range(len(operands))),
         tuple(dims.tensor(source, number) for source in outputs),
-        loops=frozenset(number[c] for c in loops),
-        tiles=frozenset(number[c] for c in loops),
+        loops=frozenset(number[c] for c in tiles - local),
+        tiles=frozenset(number[c] for c in tiles),
         combines=combines,
         rings=frozenset(number[c] for c in rings),
     )

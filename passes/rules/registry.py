@@ -2,7 +2,7 @@
 
 `@rule(op, ...)` registers a function `OpCall -> OpRule` (None: no rule for this call), `@tagged(tag)` one for all ops
 with a tag. `@localized(op, ...)` registers how the op is run on one block when its non-tensor arguments depend on
-sizes; without one the arguments stay as they are. `@void(op, ...)` registers which blocks contribute nothing.
+sizes; without one the arguments stay as they are. `WORK[op]` says how much of a block is computed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from stpart_compiler.cost_models.compute import Computed
 from stpart_compiler.ir.combine import neutral
 from stpart_compiler.ir.layout import Range
 from stpart_compiler.ir.program import substituted
@@ -58,6 +59,16 @@ class OpCall:
         return self.kwargs.get(name, default)
 
 
+Span = tuple[tuple[int, int, int, int], ...]
+"""Of runtime.local_ops: per factor of a dim, major to minor, (stride, size, low, high)."""
+
+
+def span_of(sizes: Sequence[int], ranges: Sequence[Range]) -> Span:
+    """The span of a dim whose factors have these sizes and ranges, major to minor."""
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    return tuple((stride, size, *span) for stride, size, span in zip(strides, sizes, ranges, strict=True))
+
+
 @dataclass(frozen=True)
 class Block:
     """The part of the loop nest that is run: an index range per factor of `rule` (already refined)."""
@@ -96,15 +107,9 @@ class Block:
             inner *= self.rule.factors[f].size
         return span
 
-    def digits(self, dim: DimMap) -> tuple[tuple[int, int, int, int], ...]:
-        """Per factor of a tensor dim, major to minor: (stride, size, low, high), a span of runtime.local_ops."""
-        found = []
-        stride = 1
-        for f in reversed(dim):
-            size = self.rule.factors[f].size
-            found.append((stride, size, *self.ranges[f]))
-            stride *= size
-        return tuple(reversed(found))
+    def digits(self, dim: DimMap) -> Span:
+        """The block's part of a tensor dim."""
+        return span_of([self.rule.factors[f].size for f in dim], [self.ranges[f] for f in dim])
 
     def is_cut(self, dim: DimMap) -> bool:
         """Whether the block holds only a part of a tensor dim."""
@@ -124,6 +129,18 @@ class Merge:
     dtypes: Callable[[Sequence[torch.dtype]], Sequence[torch.dtype]]
 
 
+@dataclass(frozen=True)
+class Work:
+    """What is computed of a block, where a mask leaves out scores.
+
+    `dims(call, rule)`: the dims of operands that decide; none where all is computed. `done(*spans)`: of non-empty spans
+    of these dims; a block with a share of 0 contributes nothing to sums and merges, and is not computed.
+    """
+
+    dims: Callable[[OpCall, OpRule], tuple[DimMap, ...]]
+    done: Callable[..., Computed]
+
+
 LocalCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
 RuleFn = Callable[[OpCall], "OpRule | None"]
 LocalFn = Callable[[OpCall, Block], LocalCall]
@@ -131,7 +148,7 @@ LocalFn = Callable[[OpCall, Block], LocalCall]
 RULES: dict[Any, RuleFn] = {}
 TAGGED: dict[torch.Tag, RuleFn] = {}
 LOCALIZERS: dict[Any, LocalFn] = {}
-VOIDS: dict[Any, Callable[[OpCall, Block], bool]] = {}
+WORK: dict[Any, Work] = {}
 MERGES: dict[Any, Merge] = {}
 OF_CALLS: dict[Any, dict[str, LocalFn]] = {}  # localizers of single calls, by their text, whose rule was discovered
 
@@ -171,16 +188,6 @@ def localized(*ops: Any) -> Callable[[LocalFn], LocalFn]:
     return register
 
 
-def void(*ops: Any) -> Callable[[Callable[[OpCall, Block], bool]], Callable[[OpCall, Block], bool]]:
-    """Register which blocks of op overloads contribute nothing to sums and merges, so that they are not computed."""
-
-    def register(fn: Callable[[OpCall, Block], bool]) -> Callable[[OpCall, Block], bool]:
-        VOIDS.update(dict.fromkeys(ops, fn))
-        return fn
-
-    return register
-
-
 def merge_of(target: Any) -> Merge | None:
     """How results of one block after another of an op are merged; None where it has no ONLINE factor."""
     own = getattr(target, "merge", None)
@@ -189,8 +196,11 @@ def merge_of(target: Any) -> Merge | None:
 
 def is_void(call: OpCall, block: Block) -> bool:
     """Whether a block contributes nothing: it is empty, or masked as a whole."""
-    found = VOIDS.get(call.target)
-    return _is_empty(call, block) or (found is not None and found(call, block))
+    if _is_empty(call, block):
+        return True
+    work = WORK.get(call.target)
+    dims = work.dims(call, block.rule) if work is not None else ()
+    return work is not None and bool(dims) and not work.done(*(block.digits(dim) for dim in dims)).share
 
 
 def rule_of(call: OpCall) -> OpRule | None:

@@ -62,7 +62,7 @@ def row_cells(row: PlanRow) -> list[str]:
         row.op.removesuffix(".default"),
         "backward" if row.is_backward else "forward, again" if row.again else "forward",
         str(row.count),
-        row.strategy,
+        row.strategy if row.busiest is None else f"{row.strategy}; busiest rank {row.busiest:.2f}x the mean",
         f"{', '.join(row.inputs)} -> {', '.join(row.outputs)}",
         format_bytes(row.count * row.moved_bytes) if row.moved_bytes else "",
         time_text(row.count * row.seconds),

@@ -62,6 +62,7 @@ class PlanRow:
     loops: list[StepCost] = field(default_factory=list)
     follows: str = ""
     twins: dict[str, str] = field(default_factory=dict)
+    busiest: float | None = None  # where a mask leaves out scores: work of the busiest rank over the mean of all
     memory: int = 0  # bytes per rank of one op's results (0 for views) and of what it needs besides while it runs
 
 
@@ -79,6 +80,8 @@ class Plan:
     `strategies` is keyed by graph node, `params` by parameter name. Times are seconds, memory bytes per rank.
     `regions`: which regions of the graph are one op each, None: none. `recompute`: ops of forward that backward runs
     again instead of reading what was saved of them.
+    `stripes`: as how many stripes sequences under causal masks are written, of which each rank has some; 1: they are
+    cut in pieces. `uneven`: lengths of those that are cut in pieces because the ranks do not divide them.
     `discovered_ops`: those whose rule was found by running them, which is evidence, not proof.
     """
 
@@ -98,6 +101,8 @@ class Plan:
     solver: dict[str, Any] = field(default_factory=dict)
     regions: str | None = None
     recompute: list[str] = field(default_factory=list)
+    stripes: int = 1
+    uneven: list[int] = field(default_factory=list)
     step_digest: str = ""  # of the graph without regions; the same for all plans of a step
     formulas: Formulas | None = field(default=None, compare=False, repr=False)  # not in the JSON
 
@@ -138,6 +143,8 @@ class Plan:
             "discovered_ops": self.discovered_ops,
             "solver": self.solver,
             "regions": self.regions,
+            "stripes": self.stripes,
+            "uneven": self.uneven,
             "step": self.step_digest,
         }
         return json.dumps(data, indent=1)
@@ -173,6 +180,8 @@ class Plan:
             solver=data["solver"],
             regions=data.get("regions"),
             recompute=data.get("recompute", []),
+            stripes=data.get("stripes", 1),
+            uneven=data.get("uneven", []),
             step_digest=data.get("step", ""),
         )
 
@@ -191,6 +200,7 @@ class Plan:
             again = [row for row in self.rows if row.again]
             seconds = sum(row.count * row.seconds for row in again)
             lines.append(f"  run again in backward: {', '.join(row.name for row in again)}; {seconds * 1e3:.3f} ms")
+        lines += self._imbalance()
         for template, seconds in sorted(self.yardsticks.items(), key=lambda item: item[1]):
             ratio = seconds / self.seconds if self.seconds else 1.0
             lines.append(f"  {template}: {seconds * 1e3:.3f} ms, {ratio:.2f}x this plan")
@@ -199,6 +209,17 @@ class Plan:
         if self.discovered_ops:
             lines.append(f"  rules found by trial: {', '.join(self.discovered_ops)}")
         return "\n".join(lines)
+
+    def _imbalance(self) -> Iterator[str]:
+        """Causal attention whose ranks do not all compute as much."""
+        uneven = [row for row in self.rows if row.busiest is not None and row.busiest > 1.005]
+        for path in dict.fromkeys(layers_folded(row.module_path) for row in uneven):
+            most = max(row.busiest or 1.0 for row in uneven if layers_folded(row.module_path) == path)
+            yield f"  causal attention in {path or 'the model'}: the busiest rank computes {most:.2f}x the mean"
+        if uneven and self.uneven:
+            lengths = ", ".join(map(str, self.uneven))
+            ranks = self.mesh.world_size
+            yield f"  sequences cut in pieces, not in stripes, as {ranks} ranks do not divide them: {lengths}"
 
     def headline(self) -> str:
         """One line: where the plan comes from, its mesh and digest."""
@@ -232,6 +253,8 @@ class Plan:
             f"  {row.seconds * 1e6:.1f} us, {row.moved_bytes} bytes moved, re-layout of operands"
             f" {row.redistribution_seconds * 1e6:.1f} us, {row.memory} bytes of memory"
         )
+        if row.busiest is not None:
+            yield f"  causal mask: the busiest rank computes {row.busiest:.2f}x the mean"
         if row.follows:
             yield f"  follows {row.follows}, which decides for it"
         limit = self.solver.get("memory_limit")
@@ -267,8 +290,9 @@ class Plan:
     def formula(self, name: str, quantity: str) -> Any:
         """What one op costs under its strategy, as a sympy expression; `str` or `sympy.latex` shows it.
 
-        `name`: graph node, or path of a module with one op. `quantity`: "compute" (FLOPs of a rank), "bytes_moved"
-        (bytes that it sends while the op runs), "memory" (bytes of results and of what it needs besides), "seconds".
+        `name`: graph node, or path of a module with one op. `quantity`: "compute" (FLOPs of the busiest rank),
+        "bytes_moved" (bytes that it sends while the op runs), "memory" (bytes of results and of what it needs besides),
+        "seconds".
         With the values of `symbols(name)` the expression gives the number that the solver used: that number is made
         by the same code. Symbols are b, s, h, p, e and others, see `passes/formula.py`.
 

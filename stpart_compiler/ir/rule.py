@@ -37,6 +37,7 @@ class Factor:
     merged as they are made, so that it may be cut in time only), WHOLE (must not be cut).
     MAX, MIN, LOGSUMEXP: like SUM, but the result is the largest, smallest, or logsumexp of block results.
     HALO: a block of it is what a block of the factor `driver` reads through `window`; it is cut as that one is.
+    `local`: cut in time alone, never over ranks, whatever its kind.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Factor:
     kind: str = PARALLEL
     window: Window | None = None
     driver: int = -1
+    local: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class OpRule:
     def cuttable(self) -> tuple[int, ...]:
         """Factors that may be cut in space."""
         kept = (WHOLE, ONLINE, HALO)
-        return tuple(i for i, factor in enumerate(self.factors) if factor.kind not in kept and factor.size > 1)
+        return tuple(i for i, f in enumerate(self.factors) if f.kind not in kept and f.size > 1 and not f.local)
 
     @cached_property
     def windowed(self) -> frozenset[int]:
@@ -140,3 +142,16 @@ def refined(rule: OpRule, parts: Mapping[int, tuple[int, ...]]) -> OpRule:
 def _major(parts: DimMap, factors: list[Factor]) -> int:
     """The first part of a refined factor that is wider than one."""
     return next((f for f in parts if factors[f].size > 1), parts[0])
+
+
+def striped(rule: OpRule, rows: frozenset[int]) -> OpRule:
+    """The rule with `rows` cut in time alone, and loops over them made loops over the stripes beside them in a dim."""
+    loops = frozenset(g for f in rule.loops for g in (_beside(rule, f, rows) if f in rows else [f]))
+    factors = tuple(replace(factor, local=factor.local or f in rows) for f, factor in enumerate(rule.factors))
+    return replace(rule, factors=factors, loops=loops)
+
+
+def _beside(rule: OpRule, f: int, rows: frozenset[int]) -> list[int]:
+    """The first factor behind f in its dim that is none of `rows`; none in a dim of rows alone."""
+    dim = next(dim for tensor in (*rule.inputs, *rule.outputs) for dim in tensor if f in dim)
+    return [g for g in dim[dim.index(f) :] if g not in rows][:1]

@@ -221,6 +221,90 @@ def attention_backward_block(
     return dq, dk, dv
 
 
+def striped_attention_block(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, own: int, other: int, strict: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of `own` stripes of queries over `other` stripes of keys, all before those or all behind them.
+
+    A dim of positions is (rows, stripes): a query of row r sees the keys of the rows up to r, if `strict` of those
+    before. Stripes of queries count as heads, those of keys come one after another, so that the kernel's mask does.
+    q [b, heads, rows * own, d], k and v [b, kv heads, rows * other, d] -> out like q, logsumexp [b, heads, rows * own];
+    -inf for the first row if `strict`.
+    """
+    queries, first = _stripes_as_heads(q, own), int(strict)
+    made: tuple[torch.Tensor, torch.Tensor] | None = None
+    for key, value in zip(_stripes(k, other), _stripes(v, other), strict=True):
+        rows = key.shape[2] - first
+        part = aten._scaled_dot_product_flash_attention_for_cpu(
+            queries[:, :, first:], key[:, :, :rows], value[:, :, :rows], 0.0, True, scale=scale
+        )
+        made = part if made is None else merge_attention(made[0].to(part[1].dtype), made[1], *part)
+    assert made is not None, "attention over no keys"
+    out, logsumexp = (
+        _heads_as_stripes(x[..., None] if x.ndim == 3 else x, own, first, fill)
+        for x, fill in zip(made, (0.0, -math.inf), strict=True)
+    )
+    return out.to(q.dtype), logsumexp[..., 0]
+
+
+def striped_attention_backward_block(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    scale: float | None,
+    own: int,
+    other: int,
+    strict: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Shares of `striped_attention_block` in dq, dk and dv, given the whole rows' output and logsumexp."""
+    first = int(strict)
+    grad, queries, out, lse = (_stripes_as_heads(x, own)[:, :, first:] for x in (grad, q, out, logsumexp[..., None]))
+    dq: torch.Tensor | None = None
+    dks, dvs = [], []
+    for key, value in zip(_stripes(k, other), _stripes(v, other), strict=True):
+        rows = key.shape[2] - first
+        part, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, queries, key[:, :, :rows], value[:, :, :rows], out, lse[..., 0], 0.0, True, scale=scale
+        )
+        dq = part if dq is None else dq + part
+        dks.append(_with_rows_behind(dk, first))
+        dvs.append(_with_rows_behind(dv, first))
+        del dk, dv
+    assert dq is not None, "attention over no keys"
+    return _heads_as_stripes(dq, own, first, 0.0), _joined_stripes(dks), _joined_stripes(dvs)
+
+
+def _stripes(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """[b, heads, rows * count, d] -> `count` times [b, heads, rows, d]."""
+    return x.reshape(*x.shape[:2], -1, count, x.shape[-1]).unbind(3)
+
+
+def _joined_stripes(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The reverse."""
+    return torch.stack(parts, 3).flatten(2, 3) if len(parts) > 1 else parts[0]
+
+
+def _with_rows_behind(x: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, 0, 0, count)) if count else x
+
+
+def _stripes_as_heads(x: torch.Tensor, count: int) -> torch.Tensor:
+    """[b, heads, rows * count, d] -> [b, heads * count, rows, d]."""
+    b, heads, length, d = x.shape
+    rows = length // count
+    return x.reshape(b, heads, rows, count, d).transpose(2, 3).reshape(b, heads * count, rows, d)
+
+
+def _heads_as_stripes(x: torch.Tensor, count: int, first: int, fill: float) -> torch.Tensor:
+    """The reverse, with `first` rows of `fill` put before."""
+    padded = torch.nn.functional.pad(x, (0, 0, first, 0), value=fill) if first else x
+    b, heads, rows, d = padded.shape
+    return padded.reshape(b, heads // count, count, rows, d).transpose(2, 3).reshape(b, heads // count, rows * count, d)
+
+
 def merge_attention(
     out: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, part_logsumexp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,6 +24,7 @@ from transformers.models.llama import modeling_llama
 import stpart_compiler as st
 from stpart_compiler.capture import capture
 from stpart_compiler.compile import annotate
+from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.strategies import is_contraction
 
 MESHES = [2, 3, 4, 8, (2, 2), (2, 4)]
@@ -68,7 +69,12 @@ class Case:
             loss.backward()
             self.captured = capture(self.model, (), self.call)
         self.loss = loss.detach()
-        self.graph = annotate(self.captured)
+        self.graphs: dict[int, Annotated] = {}
+
+    def graph(self, stripes: int) -> Annotated:
+        if stripes not in self.graphs:
+            self.graphs[stripes] = annotate(self.captured, stripes=stripes)
+        return self.graphs[stripes]
 
     def compile(self, mesh: Any, template: str | None) -> st.CompiledModel:
         with traced_before(self.captured, self.graph):
@@ -108,7 +114,7 @@ def _temporal(compiled: st.CompiledModel) -> list[str]:
 
 def _cut(compiled: st.CompiledModel, case: Case) -> list[str]:
     """Matmuls of which each rank does a part."""
-    ops = [op.name for op in case.graph.ops if is_contraction(op.rule)]
+    ops = [op.name for op in case.graph(compiled.plan.stripes).ops if is_contraction(op.rule)]
     return [name for name in ops if any(compiled.plan.strategies[name].digits)]
 
 

@@ -9,8 +9,10 @@ import torch
 from forced import Step
 from torch import nn
 
+from stpart_compiler.compile import annotate
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.passes.propagate import OpNode
+from stpart_compiler.passes.shares import imbalance
 from stpart_compiler.passes.strategies import enumerate_strategies
 
 
@@ -34,11 +36,14 @@ class Attention(nn.Module):
         )
 
 
-def _step(length: int, heads: int, kv_heads: int, causal: bool, mask: torch.Tensor | None = None) -> Step:
+def _step(
+    length: int, heads: int, kv_heads: int, causal: bool, mask: torch.Tensor | None = None, stripes: int = 1
+) -> Step:
     torch.manual_seed(0)
     model = Attention(heads, kv_heads, 4, causal, mask).double()
     weight = torch.randn(length, 4, dtype=torch.float64)
-    return Step(model, (torch.randn(2, length, 8, dtype=torch.float64),), lambda y: (y * weight).sum())
+    args = (torch.randn(2, length, 8, dtype=torch.float64),)
+    return Step(model, args, lambda y: (y * weight).sum(), lambda captured: annotate(captured, stripes=stripes))
 
 
 def _banded(length: int) -> torch.Tensor:
@@ -77,3 +82,20 @@ def test_every_ring_of_attention(step: Step, spec: object) -> None:
     assert all(options.values()), "no ring"
     for i in range(max(map(len, options.values()))):
         step.check(mesh, {name: found[i % len(found)] for name, found in options.items()})
+
+
+@pytest.mark.parametrize("spec", [2, 3, 4, (2, 2), (2, 3)], ids=str)
+def test_every_way_to_cut_stripes(spec: object) -> None:
+    """Each rank has every n-th token. Rings leave no rank with more than its share."""
+    mesh = parse_mesh(spec)
+    step = _step(3 * mesh.world_size, 4, 2, True, stripes=mesh.world_size)
+    forward, backward = _attention(step)
+    assert forward.rule.factors[max(forward.rule.loops)].size == mesh.world_size, "keys go round in stripes"
+    options = {op.name: enumerate_strategies(op.rule, mesh, op.movable) for op in (forward, backward)}
+    if len(mesh.axes) > 1:  # of the others there are many
+        options = {name: tuple(s for s in found if s.steps > 1) for name, found in options.items()}
+    for i in range(max(map(len, options.values()))):
+        step.check(mesh, {name: found[i % len(found)] for name, found in options.items()})
+    for op in (forward, backward):
+        rings = [s for s in options[op.name] if s.steps > 1]
+        assert rings and all(imbalance(op, ring, mesh) == 1 for ring in rings)

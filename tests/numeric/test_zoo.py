@@ -36,7 +36,7 @@ class Case:
         self.loss.backward()
 
     def compile(self, mesh: Any, template: str | None) -> st.CompiledModel:
-        with traced_before(self.captured, self.graph):
+        with traced_before(self.captured, lambda stripes: self.graph):
             return st.compile_model(
                 self.step.model,
                 self.step.args,

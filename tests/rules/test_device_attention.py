@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from blocks import GRID, LINE, Example, as_list, check_maps, cut, example
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stpart_compiler.cost_models.compute import ALL, Computed, causal_share, computed
 from stpart_compiler.ir.layout import form, local_shape
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.rule import WHOLE
 from stpart_compiler.ir.spacetime import Strategy, derive, factor_range
 from stpart_compiler.passes.rules import Block, local_call
-from stpart_compiler.passes.rules.registry import bind
+from stpart_compiler.passes.rules.registry import WORK, bind, span_of
 
 aten = torch.ops.aten
 KINDS = ("flash", "efficient", "cudnn", "fused")
@@ -132,3 +134,19 @@ def test_seeds_and_padded_rows_are_whole() -> None:
     assert ex.call.results[1] is not None and ex.call.results[1].shape == (4, HEADS, 64)
     assert [rule.factors[f].kind for f in rule.outputs[1][2]] == [WHOLE]
     assert rule.outputs[2:] == ((), ())
+
+
+@pytest.mark.parametrize(("make", "kind", "causal"), [*itertools.product((forward, backward), KINDS, (False, True))])
+def test_causal_kernels_are_priced_at_what_they_compute(
+    make: Any, kind: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alike in the prices of the space, and in those of the instructions of programs."""
+    monkeypatch.setattr(sys.modules[__name__], "LENGTH", 1024)
+    with FakeTensorMode():
+        ex = make(kind, causal)
+    expected = Computed(causal_share(1024)) if causal else ALL
+    assert computed(ex.call, [x.shape for x in ex.tensors]) == expected
+    work = WORK[ex.call.target]
+    dims = work.dims(ex.call, ex.rule)
+    spans = [span_of([ex.rule.factors[f].size for f in dim], [(0, 1024)]) for dim in dims]
+    assert (work.done(*spans) if dims else ALL) == expected
