@@ -107,7 +107,7 @@ class Memory:
 
     @staticmethod
     def of(space: Space, line: Timeline, roots: dict[int, int], prices: Prices, optimizer: str) -> Memory:
-        return _Maker(space, line, roots, prices, optimizer).run()
+        return MemoryMaker(space, line, roots, prices, optimizer).run()
 
     def at_points(self, choice: Assignment) -> Bytes:
         """Bytes at each point."""
@@ -203,7 +203,7 @@ def _kinds(columns: Sequence[Index]) -> tuple[Index, Index]:
     return np.unique(kind, return_index=True)[1], np.array(kind)
 
 
-class _Maker:
+class MemoryMaker:
     """Builds the tables of a problem."""
 
     def __init__(self, space: Space, line: Timeline, roots: dict[int, int], prices: Prices, optimizer: str) -> None:
@@ -217,17 +217,22 @@ class _Maker:
 
     def run(self) -> Memory:
         found = [(held, self._demands(held)) for held in self.line.held]
-        self.sizes = [max_local_numel(layout) * itemsize for layout, itemsize in self.prices.numbers]
+        self.sizes = self.layout_bytes()
         mixed = [Mixed(demands) for held, demands in found if not self._add(demands)]
-        self._add_params()
+        self.add_params()
         self._add_own()
         return Memory(self.points, self.constant, self.tables, mixed, self.sizes)
 
+    def layout_bytes(self) -> list[int]:
+        """Per number of a layout."""
+        return [max_local_numel(layout) * itemsize for layout, itemsize in self.prices.numbers]
+
     def _demands(self, held: Held) -> list[Demand]:
-        found = [self._demand(held, claim) for claim in held.claims]
+        found = [self.demand(held, claim) for claim in held.claims]
         return [demand for demand in found if demand is not None]
 
-    def _demand(self, held: Held, claim: Claim) -> Demand | None:
+    def demand(self, held: Held, claim: Claim) -> Demand | None:
+        """None where nothing is held."""
         if claim.use is None:
             return None if held.shares else self._made(held, claim)
         use = self.prices.uses[held.producer, *claim.use]
@@ -300,7 +305,7 @@ class _Maker:
             total += self.sizes[number] * np.max(np.stack(counts), axis=0)
         return total
 
-    def _add_params(self) -> None:
+    def add_params(self) -> None:
         """Parameters and optimizer state; gradients are values like others."""
         for index, params in enumerate(self.space.params):
             trained = self.space.classes.params[index].trained
@@ -322,7 +327,7 @@ class _Maker:
             own = np.zeros(len(self.tables[choices.root]), dtype=np.int64)
             for s, members in enumerate(choices.members):
                 chosen = choices.op, choices.strategies[s], choices.derived[s]
-                own[members] = _own_bytes(self.space.costs, *chosen, self.line.lasting)
+                own[members] = own_bytes(self.space.costs, *chosen, self.line.lasting)
             if own.any():
                 self.tables[choices.root][:, places[klass]] += own[:, None]
 
@@ -338,10 +343,10 @@ def op_bytes(
     for tensor, port, result in zip(op.rule.outputs, derived.outputs, op.call.results, strict=True):
         if result is not None and not is_view(op.call.target):
             made += costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
-    return made + _own_bytes(costs, op, strategy, derived, lasting)
+    return made + own_bytes(costs, op, strategy, derived, lasting)
 
 
-def _own_bytes(
+def own_bytes(
     costs: Costs, op: OpNode, strategy: Strategy, derived: Derived, lasting: frozenset[tuple[int, int]]
 ) -> int:
     """Bytes that an op needs while it runs, beside its operands and results: see `passes/temporal.py`."""

@@ -9,15 +9,15 @@ import torch
 
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.plan import Plan
-from stpart_compiler.passes.bound import FindBound, find_leanest
+from stpart_compiler.passes.bound import find_leanest
 from stpart_compiler.passes.narrow import only_choices
 from stpart_compiler.passes.plan_rows import plan_rows
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated
-from stpart_compiler.passes.recompute import FindRecompute
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
-from stpart_compiler.passes.space import BuildSpace, Choices, Costs, ParamChoices, Restriction, Space, strategy_of
+from stpart_compiler.passes.solve_recompute import SolveRecompute
+from stpart_compiler.passes.space import BuildSpace, Choices, Costs, Restriction, Space, strategy_of
 from stpart_compiler.passes.strategies import space_on
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
 from stpart_compiler.passes.uses import Assignment
@@ -31,9 +31,6 @@ TEMPLATE_GAP = 0.05
 
 SPATIAL_ONLY = "best spatial-only"
 """Name of the yardstick that is the solver itself with temporal maps switched off."""
-
-SETS_TRIED = 8
-"""Number of sets of ops to run again whose memory is worked out before the best is sought near one."""
 
 Found = tuple[Space, Problem, Solution]
 
@@ -100,71 +97,8 @@ class MakePlan:
 
     def _solved(self, space: Space, problem: Problem, hint: Assignment | None, progress: Progress) -> Found:
         """The cheapest assignment found; where memory is short, also with some of forward run again in backward."""
-        found: list[Found] = []
-        short: list[InfeasibleError] = []
-        try:
-            found.append((space, problem, Solve(self.options, self.memory_limit).apply(problem, hint, progress)))
-        except InfeasibleError as error:
-            short.append(error)
-        if found and not found[0][2].memory_binds:
-            return found[0]
-        free = FindBound().apply(problem, hint)
-        starts = [free.nearest, found[0][2].choice if found else find_leanest(problem)]
-        for again, start in self._recomputations(space, starts).items():
-            progress(f"memory is short: solving with {len(again)} ops run again in backward")
-            other = BuildProblem(self.options, again=again).apply(space)
-            try:
-                solution = Solve(self.options, self.memory_limit).apply(other, start, progress)
-            except InfeasibleError as error:
-                short.append(error)
-                continue
-            binds = free.lower < (1 - self.options.gap) * solution.seconds
-            bound = min(free.lower, solution.seconds)
-            found.append((space, other, replace(solution, bound=bound, memory_binds=binds)))
-        if not found:
-            raise min(short, key=lambda error: error.least)
-        best = min(found, key=lambda item: item[2].seconds)
-        # no bound is known for other sets of ops that are run again, but that without a limit holds for them too
-        return *best[:2], replace(best[2], bound=min(free.lower, best[2].seconds))
-
-    def _recomputations(self, space: Space, starts: list[Assignment]) -> dict[frozenset[str], Assignment]:
-        """Sets of ops to run again, with an assignment each: the first of a start's growing sets with which it fits.
-
-        Where it fits with none, the one with which it needs least: when too much is run again at once, it is all held
-        at once.
-        """
-        found: dict[frozenset[str], Assignment] = {}
-        always = self.options.marked(space.graph)
-        for start in starts:
-            grown = FindRecompute(space, start, always).run()
-            sets = [always | self._names(space.graph, classes) for classes in grown]
-            if sets:
-                found.setdefault(sets[self._first_fitting(space, start, sets)], start)
-        return found
-
-    def _first_fitting(self, space: Space, start: Assignment, sets: list[frozenset[str]]) -> int:
-        def needs(n: int) -> int:
-            return self._bytes_with(space, start, sets[n])
-
-        tried = range(0, len(sets), -(-len(sets) // SETS_TRIED))
-        sizes = {n: needs(n) for n in tried}
-        fitting = [n for n in tried if sizes[n] <= self.memory_limit]
-        if not fitting:
-            return min(tried, key=sizes.__getitem__)
-        low, high = fitting[0] - tried.step + 1, fitting[0]
-        while max(low, 0) < high:
-            middle = (max(low, 0) + high) // 2
-            low, high = (low, middle) if needs(middle) <= self.memory_limit else (middle + 1, high)
-        return high
-
-    def _names(self, graph: Annotated, classes: frozenset[int]) -> frozenset[str]:
-        return frozenset(op.name for klass in classes for op in graph.classes[klass])
-
-    def _bytes_with(self, space: Space, choice: Assignment, again: frozenset[str]) -> int:
-        """Bytes that an assignment needs if some ops are run again."""
-        only = only_chosen(space, choice)
-        problem = BuildProblem(self.options, again=again).apply(only)
-        return memory_bytes(problem, dict.fromkeys(problem.roots, 0))
+        problem, solution = SolveRecompute(self.options, self.memory_limit).apply(space, problem, hint, progress)
+        return space, problem, solution
 
     def _fits(self, found: Found) -> bool:
         return memory_bytes(found[1], found[2].choice) <= self.memory_limit
@@ -257,14 +191,6 @@ def _is_timed(found: Choices, s: int) -> bool:
 def _is_spatial(space: Space, choice: Assignment) -> bool:
     chosen = ((found, strategy_of(space, choice, klass)[0]) for klass, found in enumerate(space.choices))
     return not any(_is_timed(found, s) for found, s in chosen)
-
-
-def only_chosen(space: Space, choice: Assignment) -> Space:
-    """The space in which an assignment is all there is: choice 0 of every root."""
-    params = [ParamChoices(p.names, p.value, [p.layouts[choice[-1 - i]]]) for i, p in enumerate(space.params)]
-    chosen = [strategy_of(space, choice, klass)[0] for klass in range(len(space.choices))]
-    choices = [found.picked([chosen[klass]], klass, [[0]]) for klass, found in enumerate(space.choices)]
-    return replace(space, choices=choices, params=params)
 
 
 def _translated(small: Space, choice: Assignment, space: Space) -> Assignment | None:

@@ -36,6 +36,10 @@ ClaimKind = Literal["made", "read", "flight", "saved"]
 it. saved: as produced, or where that is pending as the use asks for it."""
 
 
+SpanKey = tuple[Producer, ClaimKind, Use | None]
+"""Class of values, and the claim on it."""
+
+
 @dataclass(frozen=True)
 class Claim:
     """`counts[p]`: values of the class that are held at point p because of this. `use`: whose; None for "made"."""
@@ -75,6 +79,44 @@ class Timeline:
 @lru_cache(maxsize=8)
 def timeline(graph: Annotated, again: frozenset[str] = NOTHING_AGAIN) -> Timeline:
     """The points of a step that can be its peak, and what is held there. `again`: as in `orders`."""
+    forward, backward, spans = _walked(graph, again)
+    return _folded(graph, [*forward, *backward], spans)
+
+
+@dataclass(frozen=True)
+class Course:
+    """Every op of a step in order, not only those that can be the peak: op t runs at position 2t.
+
+    `backward`: number of the first op of backward. `spans`: positions at which values are held, both ends included,
+    per class of values and claim.
+    """
+
+    ops: list[OpNode]
+    backward: int
+    spans: dict[SpanKey, list[Span]]
+    values: dict[Producer, ValueInfo]
+    lasting: frozenset[Use]
+
+    def counts(self, key: SpanKey) -> Counts:
+        """Values held at each position."""
+        return _counts(self.spans[key], 2 * len(self.ops))
+
+
+def course(graph: Annotated, again: frozenset[str] = NOTHING_AGAIN) -> Course:
+    """As `timeline`, without leaving any position out."""
+    forward, backward, spans = _walked(graph, again)
+    values = {producer: graph.values[key] for producer, key in spans.value.items()}
+    return Course([*forward, *backward], len(forward), spans.found, values, frozenset(spans.lasting))
+
+
+def shares(graph: Annotated, key: ValueKey) -> bool:
+    """Whether a value takes no memory of its own as it is made: a view, a parameter, or an input."""
+    op = graph.by_name.get(key[0])
+    return op is None or is_view(op.call.target)
+
+
+def _walked(graph: Annotated, again: frozenset[str]) -> tuple[list[OpNode], list[OpNode], _Spans]:
+    """The ops of forward and backward, and where each value is held."""
     order = orders(graph, again)
     spans = _Spans(graph)
     forward = _Walk(graph, order.forward, order.resting, 0)
@@ -90,8 +132,7 @@ def timeline(graph: Annotated, again: frozenset[str] = NOTHING_AGAIN) -> Timelin
             backward.give(key, use_of_grad(graph, param))
         backward.run(spans)
         _add_saved(spans, forward, backward, order)
-    ops = [*order.forward, *(order.backward if order.training else ())]
-    return _folded(graph, ops, spans)
+    return order.forward, order.backward if order.training else [], spans
 
 
 @dataclass
@@ -99,7 +140,7 @@ class _Spans:
     """Spans of positions, both ends included, per value class and kind of claim."""
 
     graph: Annotated
-    found: dict[tuple[Producer, ClaimKind, Use | None], list[Span]] = field(default_factory=dict)
+    found: dict[SpanKey, list[Span]] = field(default_factory=dict)
     value: dict[Producer, ValueKey] = field(default_factory=dict)
     lasting: set[Use] = field(default_factory=set)
 
@@ -232,11 +273,12 @@ def _add_saved(spans: _Spans, forward: _Walk, backward: _Walk, order: Orders) ->
 
 def _folded(graph: Annotated, ops: list[OpNode], spans: _Spans) -> Timeline:
     """Counts per class, at the points that can be the peak."""
-    keys = [key for key in spans.found if not (key[1] in ("made", "flight") and _shares(graph, spans.value[key[0]]))]
+    keys = [key for key in spans.found if not (key[1] in ("made", "flight") and shares(graph, spans.value[key[0]]))]
     largest = max((_bytes(graph, key) for key in graph.values), default=0)
     large = np.array([_bytes(graph, spans.value[key[0]]) >= SMALL * largest for key in keys], dtype=np.bool_)
     ends = _ends(ops)
-    counts = np.array([_counts(spans.found[key], ends) for key in keys], dtype=np.int64).reshape(len(keys), -1)
+    counts = np.array([_counts(spans.found[key], 2 * len(ops))[ends] for key in keys], dtype=np.int64)
+    counts = counts.reshape(len(keys), -1)
     chosen = _chosen(counts[large], ends, ops)
     counts = counts[:, chosen]
     places = [ends[n] for n in chosen]
@@ -246,26 +288,24 @@ def _folded(graph: Annotated, ops: list[OpNode], spans: _Spans) -> Timeline:
         if row.any():
             claims.setdefault(producer, []).append(Claim(kind, use, row))
     held = [
-        Held(producer, graph.values[key], _shares(graph, key), claims[producer])
+        Held(producer, graph.values[key], shares(graph, key), claims[producer])
         for producer, key in spans.value.items()
         if producer in claims
     ]
     return Timeline(points, held, frozenset(spans.lasting))
 
 
-def _counts(spans: list[Span], positions: list[int]) -> Counts:
-    """Number of spans that each position is in."""
-    starts, ends = np.sort(np.array(spans), axis=0).T
-    return np.searchsorted(starts, positions, "right") - np.searchsorted(ends, positions, "left")
+def _counts(spans: list[Span], positions: int) -> Counts:
+    """Number of spans that each of so many positions is in."""
+    change = np.zeros(positions + 1, dtype=np.int64)
+    for start, end in spans:
+        change[start] += 1
+        change[end + 1] -= 1
+    return np.cumsum(change)[:-1]
 
 
 def _bytes(graph: Annotated, key: ValueKey) -> float:
     return graph.values[key].numel * graph.values[key].dtype.itemsize
-
-
-def _shares(graph: Annotated, key: ValueKey) -> bool:
-    op = graph.by_name.get(key[0])
-    return op is None or is_view(op.call.target)
 
 
 def _ends(ops: list[OpNode]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from functools import cache, partial
 
@@ -23,9 +24,12 @@ from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.order import marked, may_run_again, orders
+from stpart_compiler.passes.peak import TrySets, only_chosen
+from stpart_compiler.passes.problem import BuildProblem, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated
+from stpart_compiler.passes.recompute import FindRecompute
 from stpart_compiler.passes.solve import InfeasibleError
-from stpart_compiler.passes.space import Costs
+from stpart_compiler.passes.space import BuildSpace, Costs
 from stpart_compiler.passes.strategies import enumerate_strategies, is_contraction
 
 IDS = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -198,3 +202,69 @@ def test_plan_for_other_sizes() -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(result.grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+class Decoder(nn.Module):
+    """Llama-shaped."""
+
+    def __init__(self, layers: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4000, 64), nn.Linear(64, 4000, bias=False)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {"norm": nn.RMSNorm(64), "qkv": nn.Linear(64, 192), "out": nn.Linear(64, 64)}
+                | {"norm2": nn.RMSNorm(64), "up": nn.Linear(64, 256), "down": nn.Linear(256, 64)}
+            )
+            for _ in range(layers)
+        )
+        self.checkpointed = checkpointed
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            part = partial(self._layer, layer)
+            x = checkpoint(part, x, use_reentrant=False) if self.checkpointed else part(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+    def _layer(self, layer: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
+        qkv = layer["qkv"](layer["norm"](x)).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        x = x + layer["out"](nn.functional.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2))
+        return x + layer["down"](nn.functional.silu(layer["up"](layer["norm2"](x))))
+
+
+@cache
+def decoder(checkpointed: bool) -> Graphs:
+    with torch.device("meta"):
+        model, ids = Decoder(2, checkpointed), torch.zeros(2, 2**14, dtype=torch.long)
+    return Graphs(annotate(capture(model, (ids,))), Dumper(None))
+
+
+@pytest.mark.parametrize("regions", [None, "all"])
+def test_as_lean_as_checkpoints(regions: str | None) -> None:
+    """Without marks the solver finds a plan that needs no more than one with each layer in a checkpoint."""
+    costs = Costs(load_cluster(CLUSTER), parse_mesh(4))
+
+    def least(checkpointed: bool) -> int:
+        with pytest.raises(InfeasibleError) as short:
+            MakePlan(costs, SOLVER, 1).apply(decoder(checkpointed).of(regions))
+        return short.value.least
+
+    assert least(checkpointed=False) <= 1.01 * least(checkpointed=True)
+
+
+@pytest.mark.parametrize("regions", [None, "all"])
+def test_sets_tried(regions: str | None) -> None:
+    """The quick way to bytes and seconds of one assignment agrees with the problem of the same set."""
+    graph = decoder(checkpointed=False).of(regions)
+    space = BuildSpace(Costs(load_cluster(CLUSTER), parse_mesh((2, 2)))).apply(graph)
+    roots = BuildProblem(SOLVER).apply(space).roots
+    draw = random.Random(0)
+    choice = {root: draw.randrange(count) for root, count in roots.items()}
+    trial = TrySets(space, choice, SOLVER)
+    find = FindRecompute(space, choice)
+    for classes in (frozenset[int](), *find.grown()[::6], *map(find.all_but, find.cuts()[:2])):
+        again = frozenset(op.name for op in graph.ops if op.klass in classes)
+        problem = BuildProblem(SOLVER, again=again).apply(only_chosen(space, choice))
+        only = dict.fromkeys(problem.roots, 0)
+        assert trial.at(again).nbytes == memory_bytes(problem, only)
+        assert trial.at(again).seconds == pytest.approx(evaluate(problem, only), rel=1e-5)
