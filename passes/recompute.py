@@ -34,6 +34,9 @@ SHARES = (1.0, 0.3, 0.1)
 FIRST_TRIED = 2
 """With how many of the best the search for what to save begins."""
 
+CLASSES_TRIED, SWAPS_TRIED = 12, 60
+"""Of the classes that are saved or run again, how many of the largest are changed; and how many pairs."""
+
 Sets = list[frozenset[int]]
 """Sets of op classes, each with those before."""
 
@@ -113,14 +116,18 @@ class FindRecompute:
     def beside(self, again: AbstractSet[str]) -> list[frozenset[int]]:
         """Sets with which one class more or less is saved than with this one, whatever must run again for that."""
         kept, ran = self._parts(again)
-        return [self.all_but(cut) for cut in [*(kept - {k} for k in kept), *(kept | {k} for k in ran)]]
+        cuts = [*(kept - {k} for k in self._largest(kept)), *(kept | {k} for k in self._largest(ran))]
+        return [self.all_but(cut) for cut in cuts]
 
     def swapped(self, again: AbstractSet[str]) -> list[frozenset[int]]:
         """Sets with which another class of about as many bytes is saved in place of one."""
         kept, ran = self._parts(again)
         size = self._class_bytes
-        pairs = [(k, n) for k in kept for n in ran if size(k) < 2 * size(n) <= 2 * size(k)]
-        return [self.all_but(kept - {k} | {n}) for k, n in pairs]
+        pairs = [(k, n) for k in self._largest(kept) for n in sorted(ran) if size(k) < 2 * size(n) <= 2 * size(k)]
+        return [self.all_but(kept - {k} | {n}) for k, n in pairs[:SWAPS_TRIED]]
+
+    def _largest(self, classes: AbstractSet[int]) -> list[int]:
+        return sorted(classes, key=lambda klass: (-self._class_bytes(klass), klass))[:CLASSES_TRIED]
 
     def _parts(self, again: AbstractSet[str]) -> tuple[frozenset[int], frozenset[int]]:
         """Classes that are saved though they may run again, and such that run again though they may be saved."""

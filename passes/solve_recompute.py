@@ -23,8 +23,8 @@ Progress = Callable[[str], None]
 SETS_TRIED = 8
 """Number of sets of ops to run again whose memory is worked out before the best is sought near one."""
 
-CHANGES_TRIED = 6
-"""How often a set is replaced by the best of those that save one class more or less."""
+CHANGES_TRIED = 3
+"""How often a set is replaced by the best of those that save one class more or less, or where nothing fits another."""
 
 LEAN_TURNS = 3
 """How often, where nothing fits, leaner placements are sought for the leanest set, and a leaner set for those."""
@@ -79,9 +79,9 @@ class _Search:
         self.found.append((problem, solution))
         return solution
 
-    def near(self, start: Assignment) -> None:
-        """Solve with sets that suit an assignment."""
-        for again in self._suiting(start):
+    def near(self, start: Assignment, *, swap: bool = False) -> None:
+        """Solve with sets that suit an assignment. `swap`: also try sets that save another class in place of one."""
+        for again in self._suiting(start, swap):
             if again not in self.known:
                 self.progress(f"memory is short: solving with {len(again)} ops run again in backward")
                 self.solve(BuildProblem(self.options, again=again).apply(self.space), start)
@@ -92,7 +92,7 @@ class _Search:
             if self.found:
                 return
             before = len(self.short)
-            self.near(find_leanest(min(self.short, key=lambda pair: pair[1].least)[0]))
+            self.near(find_leanest(min(self.short, key=lambda pair: pair[1].least)[0]), swap=True)
             if len(self.short) == before:
                 return
 
@@ -104,7 +104,7 @@ class _Search:
         binds = free.lower < (1 - self.options.gap) * solution.seconds
         return problem, replace(solution, bound=min(free.lower, solution.seconds), memory_binds=binds)
 
-    def _suiting(self, start: Assignment) -> list[Names]:
+    def _suiting(self, start: Assignment, swap: bool) -> list[Names]:
         """The fastest set found with which an assignment fits; none where no op may run again.
 
         Where it fits with none, the one with which it needs least: when too much is run again at once, it is all held
@@ -124,7 +124,7 @@ class _Search:
         best = min([*tried, *map(trial.at, self.known)], key=self._rank)
         for _ in range(CHANGES_TRIED):
             better = self._better(best, trial, map(names, find.beside(best.again)))
-            if better is None and best.nbytes > self.memory_limit:
+            if better is None and swap:
                 better = self._better(best, trial, map(names, find.swapped(best.again)))
             if better is None:
                 break
