@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stpart_compiler.ir.rule import WHOLE, DimMap, OpRule, TensorMap, striped
+from stpart_compiler.ir.rule import WHOLE, DimMap, OpRule, striped
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import WORK, OpCall
 
@@ -127,37 +127,67 @@ def _masked(call: OpCall, rule: OpRule) -> Iterator[_Masked]:
         yield _Masked(dims, call.operands[0].shape[0])
 
 
+Spot = tuple[int, int, int]
+"""Operand or result of an op (results are counted after operands), dim, atom."""
+
+
 class _Links:
     """Which factors of ops are one dim, through the values between them."""
 
     def __init__(self, ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
-        self.places: dict[tuple[ValueKey, int, int], list[Place]] = {}
-        self.atoms: dict[Place, list[tuple[ValueKey, int, int]]] = {}
-        for i, op in enumerate(ops):
-            results = ((op.name, j) for j in range(len(op.rule.outputs)))
-            ports = zip((*op.operands, *results), (*op.rule.inputs, *op.rule.outputs), strict=True)
-            for key, tensor in ports:
-                if key in values:
-                    self._join(i, op.rule, key, values[key].atoms, tensor)
+        self.values = values
+        self.rules = [op.rule for op in ops]
+        self.ports = [(*op.operands, *((op.name, j) for j in range(len(op.rule.outputs)))) for op in ops]
+        self.at: dict[ValueKey, list[tuple[int, int]]] = {}  # value -> (op, port)
+        for i, keys in enumerate(self.ports):
+            for port, key in enumerate(keys):
+                self.at.setdefault(key, []).append((i, port))
+        self.known: dict[int, _Spots] = {}  # by id of a rule: it is over the same atoms wherever it stands
 
-    def _join(self, i: int, rule: OpRule, key: ValueKey, dims: list[list[int]], tensor: TensorMap) -> None:
-        for d, (sizes, factors) in enumerate(zip(dims, tensor, strict=True)):
-            wide = [f for f in factors if rule.factors[f].size > 1]
-            atoms = [a for a, size in enumerate(sizes) if size > 1]
-            if [rule.factors[f].size for f in wide] != [sizes[a] for a in atoms]:
-                continue
-            for f, a in zip(wide, atoms, strict=True):
-                self.places.setdefault((key, d, a), []).append((i, f))
-                self.atoms.setdefault((i, f), []).append((key, d, a))
+    def _spots(self, i: int) -> _Spots:
+        rule = self.rules[i]
+        if id(rule) not in self.known:
+            atoms = [self.values[key].atoms if key in self.values else [] for key in self.ports[i]]
+            self.known[id(rule)] = _Spots.of(rule, atoms)
+        return self.known[id(rule)]
+
+    def _near(self, i: int, f: int) -> Iterator[Place]:
+        """Factors of ops that have a value in common with this one, along it."""
+        for port, d, a in self._spots(i).of_factor.get(f, ()):
+            for j, other in self.at[self.ports[i][port]]:
+                yield from ((j, g) for g in self._spots(j).factors.get((other, d, a), ()))
 
     def reached(self, start: set[Place]) -> dict[int, frozenset[int]]:
         """Number of an op -> its factors that are one dim with those of `start`."""
         seen, todo = set(start), list(start)
         while todo:
-            near = {place for atom in self.atoms.get(todo.pop(), ()) for place in self.places[atom]} - seen
+            near = set(self._near(*todo.pop())) - seen
             seen |= near
             todo += near
         found: dict[int, set[int]] = {}
         for i, f in seen:
             found.setdefault(i, set()).add(f)
         return {i: frozenset(factors) for i, factors in sorted(found.items())}
+
+
+@dataclass(frozen=True)
+class _Spots:
+    """Where the factors of a rule are atoms of values, and the other way round."""
+
+    of_factor: dict[int, list[Spot]]
+    factors: dict[Spot, list[int]]
+
+    @staticmethod
+    def of(rule: OpRule, values: list[list[list[int]]]) -> _Spots:
+        """`values`: atoms of the dims of each operand and result."""
+        found = _Spots({}, {})
+        for port, (tensor, dims) in enumerate(zip((*rule.inputs, *rule.outputs), values, strict=True)):
+            for d, (factors, sizes) in enumerate(zip(tensor, dims, strict=True) if dims else ()):
+                wide = [f for f in factors if rule.factors[f].size > 1]
+                atoms = [a for a, size in enumerate(sizes) if size > 1]
+                if [rule.factors[f].size for f in wide] != [sizes[a] for a in atoms]:
+                    continue
+                for f, a in zip(wide, atoms, strict=True):
+                    found.of_factor.setdefault(f, []).append((port, d, a))
+                    found.factors.setdefault((port, d, a), []).append(f)
+        return found

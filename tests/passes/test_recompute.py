@@ -239,23 +239,21 @@ def decoder(checkpointed: bool) -> Graphs:
     return Graphs(annotate(capture(model, (ids,))), Dumper(None))
 
 
-@pytest.mark.parametrize("regions", [None, "all"])
-def test_as_lean_as_checkpoints(regions: str | None) -> None:
+def test_as_lean_as_checkpoints() -> None:
     """Without marks the solver finds a plan that needs no more than one with each layer in a checkpoint."""
     costs = Costs(load_cluster(CLUSTER), parse_mesh(4))
 
     def least(checkpointed: bool) -> int:
         with pytest.raises(InfeasibleError) as short:
-            MakePlan(costs, SOLVER, 1).apply(decoder(checkpointed).of(regions))
+            MakePlan(costs, SOLVER, 1).apply(decoder(checkpointed).of("all"))
         return short.value.least
 
     assert least(checkpointed=False) <= 1.01 * least(checkpointed=True)
 
 
-@pytest.mark.parametrize("regions", [None, "all"])
-def test_sets_tried(regions: str | None) -> None:
+def test_sets_tried() -> None:
     """The quick way to bytes and seconds of one assignment agrees with the problem of the same set."""
-    graph = decoder(checkpointed=False).of(regions)
+    graph = decoder(checkpointed=False).of("all")
     space = BuildSpace(Costs(load_cluster(CLUSTER), parse_mesh((2, 2)))).apply(graph)
     roots = BuildProblem(SOLVER).apply(space).roots
     draw = random.Random(0)
