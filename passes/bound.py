@@ -70,11 +70,14 @@ class Bound:
 
 @dataclass(frozen=True)
 class FindBound:
-    """priced problem -> bound. `sweeps`: passes at most per memory multiplier; `gap`: near enough to stop at once."""
+    """priced problem -> bound. `sweeps`: passes at most per memory multiplier; `gap`: near enough to stop at once;
+    `enough`: near enough to look for no better multiplier.
+    """
 
     memory_limit: int | None = None
     sweeps: int = 200
     gap: float = 0.002
+    enough: float = 0.0
 
     def apply(self, problem: Problem, hint: Assignment | None = None) -> Bound:
         model = Model.of(problem)
@@ -133,11 +136,13 @@ class FindBound:
             scale = (low * high) ** 0.5 if low else high / 30
             state.weigh(scale * parts)
             found.append((self._run(model, problem, best, state, WARM_SWEEPS), scale, parts))
-            if best.fits(model.decoded):
-                high = scale
+            if not best.fits(model.decoded):
+                low = scale
+                parts = _towards(parts, memory.worst(model.decoded))
                 continue
-            low = scale
-            parts = _towards(parts, memory.worst(model.decoded))
+            high = scale
+            if max(item[0] for item in found) >= (1 - self.enough) * best.seconds * 1e9:
+                break
         lower, scale, parts = max(found, key=lambda item: item[0])
         state.weigh(scale * parts)
         return max(lower, self._run(model, problem, best, state, self.sweeps // 4))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -152,7 +152,7 @@ def _collect(captured: Captured) -> tuple[list[OpNode], dict[ValueKey, ValueInfo
         elif node.op == "call_function" and node.target is operator.getitem and node.args[0].name not in alias:
             alias[node.name] = (node.args[0].name, node.args[1])
         elif node.op == "call_function":
-            ops.append(_op_node(node, calls(node), alias, rules))
+            ops.append(_op_node(node, calls, alias, rules))
             _add_results(values, alias, node, ops[-1].call)
     return ops, values, alias
 
@@ -183,14 +183,15 @@ def _add_results(values: dict[ValueKey, ValueInfo], alias: dict[str, ValueKey], 
 
 
 def _op_node(
-    node: fx.Node, call: OpCall, alias: dict[str, ValueKey], rules: dict[str, tuple[OpRule, bool, bool]]
+    node: fx.Node, calls: OpCalls, alias: dict[str, ValueKey], rules: dict[str, tuple[OpRule, bool, bool]]
 ) -> OpNode:
+    call, tensors = calls(node)
     if call.text not in rules:
         own = rule_of(call)
         found = own or discovered_rule(call)
         rules[call.text] = (found or whole_rule(call), found is not None, found is not own)
     rule, has_rule, discovered = rules[call.text]
-    operands = tuple(alias[arg.name] for arg in _tensor_args(node))
+    operands = tuple([alias[tensor.name] for tensor in tensors])
     path = node.meta.get("module_path", "")
     backward = node.meta["is_backward"]
     number = node.meta.get("ac_graph_id") if node.meta.get("recompute") in _RUN_AGAIN else None
@@ -199,21 +200,6 @@ def _op_node(
 
 
 _RUN_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-
-
-def _tensor_args(node: fx.Node) -> Iterator[fx.Node]:
-    """Tensor operands in order of occurrence, lists flattened, repeats kept."""
-
-    def walk(item: object) -> Iterator[fx.Node]:
-        if isinstance(item, fx.Node):
-            if isinstance(item.meta["val"], torch.Tensor):
-                yield item
-        elif isinstance(item, (list, tuple)):
-            for part in item:
-                yield from walk(part)
-
-    yield from walk(node.args)
-    yield from walk(tuple(node.kwargs.values()))
 
 
 def whole_rule(call: OpCall) -> OpRule:

@@ -91,7 +91,8 @@ class Solve:
         InfeasibleError: no assignment fits in the memory limit.
         """
         start = time.perf_counter()
-        bound = FindBound(self.memory_limit, LONG_SWEEPS if self.polish_s else SHORT_SWEEPS).apply(problem, hint)
+        sweeps, enough = (LONG_SWEEPS, 0.0) if self.polish_s else (SHORT_SWEEPS, self.options.gap)
+        bound = FindBound(self.memory_limit, sweeps, enough=enough).apply(problem, hint)
         first = time.perf_counter() - start
         if progress is not None and bound.choice is not None:
             best = evaluate(problem, bound.choice)

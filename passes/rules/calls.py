@@ -40,18 +40,22 @@ class OpCalls:
         self.known: dict[tuple[Any, ...], OpCall] = {}
         self.described: dict[fx.Node, Described | None] = {}
 
-    def __call__(self, node: fx.Node) -> OpCall:
-        arguments = (self._key(node.args), *((name, self._key(value)) for name, value in node.kwargs.items()))
-        key = (node.target, _results(node.meta["val"]), arguments)
+    def __call__(self, node: fx.Node) -> tuple[OpCall, list[fx.Node]]:
+        """The call, and the nodes that are its operands."""
+        operands: list[fx.Node] = []
+        arguments = [self._key(node.args, operands)]
+        arguments += [(name, self._key(value, operands)) for name, value in node.kwargs.items()]
+        key = (node.target, _results(node.meta["val"]), *arguments)
         if key not in self.known:
             self.known[key] = op_call(node)
-        return self.known[key]
+        return self.known[key], operands
 
-    def _key(self, item: Any) -> Any:
+    def _key(self, item: Any, operands: list[fx.Node]) -> Any:
         if isinstance(item, fx.Node) and (tensor := self._tensor(item)):
+            operands.append(item)
             return tensor
         if isinstance(item, (list, tuple)):
-            return (type(item), *map(self._key, item))
+            return (type(item), *[self._key(part, operands) for part in item])
         return repr(item)  # 1, 1.0 and True are equal
 
     def _tensor(self, node: fx.Node) -> Described | None:
