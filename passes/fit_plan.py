@@ -22,6 +22,7 @@ from stpart_compiler.passes.space import Choices, Costs, ParamChoices, Space
 from stpart_compiler.passes.uses import Assignment
 
 _ANEW = "make the plan anew"
+_ONE_ANEW = f"a batch or sequence of one needs a plan of its own: {_ANEW}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _check_same_model(plan: Plan, graph: Annotated) -> None:
     if missing or extra or params:
         raise ValueError(
             f"plan: made for another model, or for inputs with which the step has other ops (ops only in the plan:"
-            f" {missing[:5]}, only in the model: {extra[:5]}, parameters that differ: {params[:5]}); {_ANEW}"
+            f" {missing[:5]}, only in the model: {extra[:5]}, parameters that differ: {params[:5]}); {_ANEW if params else _ONE_ANEW}"
         )
 
 
@@ -123,7 +124,7 @@ def _check_applies(op: OpNode, strategy: Strategy, mesh: Mesh) -> None:
     """The strategy cuts dims that the op has and that may be cut, and covers the op."""
     where = f"plan: op {op.name} ({op.module_path or 'the model'}) with the rule {op.rule}"
     if len(strategy.digits) != len(op.rule.factors) or strategy.linear >= len(op.rule.linear):
-        raise ValueError(f"{where} is made of other dims at these input sizes than the plan was made for; {_ANEW}")
+        raise ValueError(f"{where} is made of other dims at these input sizes than the plan was made for; {_ONE_ANEW}")
     pairs = zip(op.rule.factors, strategy.digits, strict=True)
     whole = [factor.name for factor, digits in pairs if digits and factor.kind in (WHOLE, HALO)]
     if whole:
