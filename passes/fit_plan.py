@@ -97,7 +97,8 @@ def _check_same_model(plan: Plan, graph: Annotated) -> None:
     if missing or extra or params:
         raise ValueError(
             f"plan: made for another model, or for inputs with which the step has other ops (ops only in the plan:"
-            f" {missing[:5]}, only in the model: {extra[:5]}, parameters that differ: {params[:5]}); {_ANEW if params else _ONE_ANEW}"
+            f" {missing[:5]}, only in the model: {extra[:5]}, parameters that differ: {params[:5]});"
+            f" {_ANEW if params else _ONE_ANEW}"
         )
 
 
