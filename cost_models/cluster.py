@@ -334,5 +334,5 @@ def _check_curve(device: str, curve: Curve) -> None:
     for (size, share), (next_size, next_share) in pairwise(curve):
         if next_size <= size:
             raise ValueError(f"{where}: FLOPs must ascend, got {next_size} after {size}")
-        if next_share * size > share * next_size:
+        if next_share * size > share * next_size * (1 + 1e-12):  # not for the last bits of a float
             raise ValueError(f"{where}: from {size} to {next_size} FLOPs the time would fall; lower {next_share}")

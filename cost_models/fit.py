@@ -104,6 +104,25 @@ def fit_curve(products: Sequence[tuple[float, float]]) -> tuple[float, Curve]:
     return peak, tuple((flops, flops / seconds / peak) for flops, seconds in grown)
 
 
+def rounded_curve(curve: Curve) -> Curve:
+    """The curve to four significant digits, rounded down where rounding up would let a larger product take less time."""
+    found: list[tuple[float, float]] = []
+    for size, share in curve:
+        most = found[-1][1] * size / found[-1][0] if found else 1.0
+        found.append((size, rounded(share) if rounded(share) <= most else _rounded_down(most)))
+    return tuple(found)
+
+
 def rounded(value: float, digits: int = 4) -> float:
     """To so many significant digits."""
-    return round(value, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0.0
+    return round(value, _places(value, digits)) if value else 0.0
+
+
+def _rounded_down(value: float, digits: int = 4) -> float:
+    near = rounded(value, digits)
+    return near if near <= value else round(near - 10.0 ** -_places(value, digits), _places(value, digits))
+
+
+def _places(value: float, digits: int) -> int:
+    """Decimal places that hold so many significant digits."""
+    return digits - 1 - math.floor(math.log10(abs(value)))

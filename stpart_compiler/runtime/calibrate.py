@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from stpart_compiler.cost_models.cluster import Cluster, Device, Link
 from stpart_compiler.cost_models.cluster_text import to_toml
-from stpart_compiler.cost_models.fit import P2P, Transfer, fit_curve, fit_link, residuals, rounded
+from stpart_compiler.cost_models.fit import P2P, Transfer, fit_curve, fit_link, residuals, rounded, rounded_curve
 from stpart_compiler.progress import progress_lines
 from stpart_compiler.runtime.engine import Engine, online_engine
 
@@ -209,7 +209,7 @@ def _device(bench: Bench, note: Say) -> Device:
         _memory(bench),
         rounded(bandwidth),
         rounded(launch),
-        tuple((size, rounded(share)) for size, share in fit_curve(products[DTYPES[0]])[1]),
+        rounded_curve(fit_curve(products[DTYPES[0]])[1]),
     )
     for dtype, found in products.items():
         note(f"residual of products of {dtype}: {_off(_residual(device, getattr(torch, dtype), found))}")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from stpart_compiler.cost_models.cluster import Link, load_cluster, parse_cluster, presets
 from stpart_compiler.cost_models.cluster_text import to_toml
 from stpart_compiler.cost_models.communication import collective_seconds, p2p_seconds
-from stpart_compiler.cost_models.fit import Transfer, fit_curve, fit_link, residuals, rounded
+from stpart_compiler.cost_models.fit import Transfer, fit_curve, fit_link, residuals, rounded, rounded_curve
 
 SIZES = (1e3, 1e4, 1e5, 1e6, 1e7)
 
@@ -50,6 +50,16 @@ def test_a_curve_has_the_best_rate_as_its_peak_and_time_never_falls():
     assert curve == ((1e6, pytest.approx(0.06)), (1e7, pytest.approx(0.1)), (1e8, pytest.approx(1.0)))
     device = replace(load_cluster(None).device, matmul_efficiency=curve)
     assert device.efficiency(1e8) == pytest.approx(1.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-7, 10.0)), min_size=1, unique_by=lambda x: x[0]))
+def test_a_rounded_curve_is_still_one_and_off_by_rounding_only(measured_at):
+    _, curve = fit_curve([(2.0 * size**3, seconds) for size, seconds in measured_at])
+    found = rounded_curve(curve)
+    replace(load_cluster(None).device, matmul_efficiency=found)  # refuses curves by which time falls
+    for (_, exact), (_, share) in zip(curve, found, strict=True):
+        assert share == pytest.approx(exact, rel=2e-3 * len(curve))
+        assert share == rounded(share)
 
 
 @pytest.mark.parametrize("name", presets())
