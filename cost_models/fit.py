@@ -105,7 +105,7 @@ def fit_curve(products: Sequence[tuple[float, float]]) -> tuple[float, Curve]:
 
 
 def rounded_curve(curve: Curve) -> Curve:
-    """The curve to four significant digits, rounded down where rounding up would let a larger product take less time."""
+    """The curve to four significant digits, rounded down where a larger product would else take less time."""
     found: list[tuple[float, float]] = []
     for size, share in curve:
         most = found[-1][1] * size / found[-1][0] if found else 1.0
