@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.ir.layout import Layout, local_shape, replicated
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.program import Builder, Origin, Pending, RankProgram, Value
 from stpart_compiler.ir.redistribute import redistribute
-from stpart_compiler.ir.spacetime import Derived, Strategy, derive, factor_range
+from stpart_compiler.ir.spacetime import Derived, Strategy, derive
 from stpart_compiler.passes.emit_redistribute import emit_redistribution
 from stpart_compiler.passes.inner_rings import InnerRing, inner_ring, inner_strategy
+from stpart_compiler.passes.local_calls import Cuts, LocalCalls
 from stpart_compiler.passes.order import is_heavy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
-from stpart_compiler.passes.rules import Block, OpCall, local_call
+from stpart_compiler.passes.rules import Block, OpCall
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import bind
 from stpart_compiler.passes.schedule import Need, Phase, Schedule
@@ -46,9 +46,22 @@ class Placement:
     strategies: dict[str, Strategy]
     param_layouts: dict[ValueKey, Layout]
     cost: Any
+    calls: LocalCalls = field(default_factory=LocalCalls, compare=False, repr=False)
+    _derived: dict[str, Derived] = field(default_factory=dict, compare=False, repr=False)
+    _cuts: dict[str, Cuts] = field(default_factory=dict, compare=False, repr=False)
 
     def derived(self, op: OpNode) -> Derived:
-        return derive(op.rule, self.strategies[op.name], self.mesh)
+        known = self._derived.get(op.name)
+        if known is None:
+            known = self._derived[op.name] = derive(op.rule, self.strategies[op.name], self.mesh)
+        return known
+
+    def block(self, op: OpNode, rank: int) -> Block:
+        """What a rank computes of an op without steps."""
+        cuts = self._cuts.get(op.name)
+        if cuts is None:
+            cuts = self._cuts[op.name] = Cuts.of(op.rule, self.strategies[op.name])
+        return Block(op.rule, cuts.ranges(self.mesh.coords[rank]))
 
     def layout(self, key: ValueKey) -> Layout:
         """Layout in which a value is produced."""
@@ -268,8 +281,7 @@ class PhaseEmitter:
                 self._note_pending(value, derived.outputs[index].layout)
 
     def _call(self, op: OpNode, strategy: Strategy, operands: list[Value]) -> Sequence[Value | None]:
-        block = Block(op.rule, factor_range(strategy, op.rule, self.mesh, self.rank, 0))
-        return self.call_block(op, strategy, block, operands)
+        return self.call_block(op, strategy, self.placement.block(op, self.rank), operands)
 
     def call_block(
         self, op: OpNode, strategy: Strategy, block: Block, operands: list[Value], t: int = 0
@@ -323,18 +335,15 @@ class PhaseEmitter:
         self, name: str, call: OpCall, block: Block, operands: list[Value], *, plain: bool
     ) -> Sequence[Value | None]:
         """One op on one block. `plain`: its target gives a tensor, not a tuple or list."""
-        target, args, kwargs = local_call(call, block)
-        args, kwargs = bind(args, operands), bind(kwargs, operands)
-        results = call.results
-        kind = "view" if is_view(call.target) else "compute"
+        local = self.placement.calls.of(call, block)
+        args, kwargs = bind(local.args, operands), bind(local.kwargs, operands)
+        target, results, shapes, kind = local.target, call.results, local.shapes, local.kind
         if len(results) > 1 or not plain:
-            outs = [
-                (f"{name}_{i}", block.out_shape(i), r.dtype) if r is not None else None for i, r in enumerate(results)
-            ]
+            outs = [(f"{name}_{i}", shapes[i], r.dtype) if r is not None else None for i, r in enumerate(results)]
             return self.builder.call_multi(target, args, kwargs, outs, kind=kind)
         only = results[0]
         assert only is not None
-        value = self.builder.call(target, args, kwargs, shape=block.out_shape(), dtype=only.dtype, stem=name, kind=kind)
+        value = self.builder.call(target, args, kwargs, shape=shapes[0], dtype=only.dtype, stem=name, kind=kind)
         if call.target is aten.t.default:  # also of an empty block, which is not computed: ranks must agree
             self.base[value.name] = operands[0]
         return (value,)

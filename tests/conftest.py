@@ -24,6 +24,10 @@ os.environ["STPART_CACHE"] = "off"
 
 
 def pytest_collection_finish() -> None:
-    """What the imports made stays: looking for garbage in it takes a tenth of a second each time."""
+    """What the imports made stays: looking for garbage in it takes a tenth of a second each time.
+
+    Models that are traced once for many tests stay too, so garbage is looked for less often than by default.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -89,6 +88,7 @@ class Instr:
     channel: int = 0
     tags: tuple[int, ...] = ()
     partial_ok: bool = False  # may read pending sums: linear in them, or part of their reduction
+    _inputs: tuple[Value, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Operators cannot be pickled; they go by name."""
@@ -101,13 +101,10 @@ class Instr:
         self.args = tuple(map(_found, self.args))
 
     def inputs(self) -> tuple[Value, ...]:
-        """Tensors among the arguments, in order, repeats kept."""
+        """Tensors among the arguments, in order, repeats kept. Found once: an instruction does not change."""
+        if self._inputs is None:
+            self._inputs = tuple(values_in((*self.args, *self.kwargs.values())))
         return self._inputs
-
-    @cached_property
-    def _inputs(self) -> tuple[Value, ...]:
-        """Found once: an instruction does not change."""
-        return tuple(values_in((*self.args, *self.kwargs.values())))
 
 
 class _OpName(str):
@@ -148,9 +145,14 @@ def values_in(item: Any) -> list[Value]:
     """Tensors in an argument, in order."""
     if isinstance(item, Value):
         return [item]
+    found: list[Value] = []
     if isinstance(item, (list, tuple)):
-        return [value for part in item if isinstance(part, (Value, list, tuple)) for value in values_in(part)]
-    return []
+        for part in item:
+            if isinstance(part, Value):
+                found.append(part)
+            elif isinstance(part, (list, tuple)):
+                found += values_in(part)
+    return found
 
 
 P2P_CHANNEL = 0

@@ -1,0 +1,64 @@
+"""What a rank computes of an op, found once: most ranks, and ops of repeated layers, do the same on equal blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stpart_compiler.cost_models.compute import is_view
+from stpart_compiler.ir.layout import Atom, Range
+from stpart_compiler.ir.rule import OpRule
+from stpart_compiler.ir.spacetime import Strategy, factor_atom
+from stpart_compiler.passes.rules import Block, OpCall, local_call
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The factors of an op that are cut, and the ranges of the others, which are the same on all ranks."""
+
+    whole: tuple[Range, ...]
+    cut: tuple[tuple[int, Atom], ...]
+
+    @staticmethod
+    def of(rule: OpRule, strategy: Strategy) -> Cuts:
+        atoms = [factor_atom(rule, strategy, f) for f in range(len(rule.factors))]
+        return Cuts(tuple((0, atom.size) for atom in atoms), tuple((f, a) for f, a in enumerate(atoms) if a.digits))
+
+    def ranges(self, coords: Mapping[str, int]) -> tuple[Range, ...]:
+        if not self.cut:
+            return self.whole
+        found = list(self.whole)
+        for f, atom in self.cut:
+            found[f] = atom.range(coords)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """What computes one block of an op: arguments with `Operand`s for tensors, and the shapes of the results."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: tuple[tuple[int, ...], ...]
+    kind: str
+
+
+class LocalCalls:
+    """Local calls of blocks: most ranks, and ops of repeated layers, compute blocks of the same ranges."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, tuple[Range, ...]], tuple[OpCall, OpRule, LocalCall]] = {}
+
+    def of(self, call: OpCall, block: Block) -> LocalCall:
+        key = (id(call), id(block.rule), block.ranges)
+        known = self._known.get(key)
+        if known is None:  # call and rule are kept, so that nothing else gets their ids
+            known = self._known[key] = call, block.rule, self._made(call, block)
+        return known[2]
+
+    def _made(self, call: OpCall, block: Block) -> LocalCall:
+        target, args, kwargs = local_call(call, block)
+        shapes = tuple(block.out_shape(i) for i, _ in enumerate(call.results))
+        return LocalCall(target, args, kwargs, shapes, "view" if is_view(call.target) else "compute")
