@@ -56,11 +56,11 @@ class Placement:
             known = self._derived[op.name] = derive(op.rule, self.strategies[op.name], self.mesh)
         return known
 
-    def block(self, op: OpNode, rank: int) -> Block:
+    def block(self, op: OpNode, strategy: Strategy, rank: int) -> Block:
         """What a rank computes of an op without steps."""
         cuts = self._cuts.get(op.name)
         if cuts is None:
-            cuts = self._cuts[op.name] = Cuts.of(op.rule, self.strategies[op.name])
+            cuts = self._cuts[op.name] = Cuts.of(op.rule, strategy)
         return Block(op.rule, cuts.ranges(self.mesh.coords[rank]))
 
     def layout(self, key: ValueKey) -> Layout:
@@ -281,7 +281,7 @@ class PhaseEmitter:
                 self._note_pending(value, derived.outputs[index].layout)
 
     def _call(self, op: OpNode, strategy: Strategy, operands: list[Value]) -> Sequence[Value | None]:
-        return self.call_block(op, strategy, self.placement.block(op, self.rank), operands)
+        return self.call_block(op, strategy, self.placement.block(op, strategy, self.rank), operands)
 
     def call_block(
         self, op: OpNode, strategy: Strategy, block: Block, operands: list[Value], t: int = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stpart_compiler.ir.program import Instr, RankProgram, Value, substituted
+from stpart_compiler.ir.program import Instr, RankProgram, Value
 
 Box = dict[tuple[int, int, int, int], torch.Tensor]  # (source, destination, tag, channel) -> message
 Pool = dict[tuple[tuple[int, ...], int, int], dict[int, torch.Tensor]]  # (group, tag, channel) -> by rank
@@ -82,8 +82,8 @@ def _run(rank: _Rank, instr: Instr, box: Box, pool: Pool) -> bool:
     elif instr.kind == "collective":
         _collective(rank, instr, pool)
     else:
-        leaf = partial(_looked_up, env=rank.env)
-        result = instr.target(*substituted(instr.args, leaf), **substituted(instr.kwargs, leaf))
+        args = [_looked_up(item, rank.env) for item in instr.args]
+        result = instr.target(*args, **{key: _looked_up(item, rank.env) for key, item in instr.kwargs.items()})
         results = result if instr.multi else (result,)
         for value, tensor in zip(instr.outs, results, strict=True):
             if value is not None:
@@ -96,7 +96,9 @@ def _run(rank: _Rank, instr: Instr, box: Box, pool: Pool) -> bool:
 
 
 def _looked_up(item: Any, env: dict[str, torch.Tensor]) -> Any:
-    return env[item.name] if isinstance(item, Value) else item
+    if isinstance(item, Value):
+        return env[item.name]
+    return type(item)([_looked_up(part, env) for part in item]) if isinstance(item, (list, tuple)) else item
 
 
 def _poisoned(value: Value) -> torch.Tensor:
