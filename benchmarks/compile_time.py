@@ -17,9 +17,12 @@ import sys
 import time
 from typing import Any
 
+from stpart_compiler.pauses import without_gc
 
+
+@without_gc()
 def measure(layers: int, mesh_text: str, memory: int, programs: bool) -> dict[str, Any]:
-    """One case in this process."""
+    """One case in this process, like `compile_model` without pauses for garbage."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

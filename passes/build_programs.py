@@ -21,7 +21,6 @@ from stpart_compiler.passes.codegen import Codegen, Placement
 from stpart_compiler.passes.propagate import Annotated, ValueKey
 from stpart_compiler.passes.schedule import MakeSchedule, Phase, Schedule
 from stpart_compiler.passes.verify import verify_programs
-from stpart_compiler.pauses import without_gc
 
 
 @dataclass
@@ -57,7 +56,6 @@ class BuildPrograms:
     cost: LinkCost
     device: torch.device
 
-    @without_gc()
     def apply(self, graph: Annotated, plan: Plan, progress: Callable[[str], None] = lambda text: None) -> Programs:
         placement = place(graph, plan, self.cost)
         schedule = MakeSchedule().apply(graph, placement.derived, placement.layout, frozenset(plan.recompute))

@@ -21,7 +21,6 @@ from stpart_compiler.passes.space import BuildSpace, Choices, Costs, Restriction
 from stpart_compiler.passes.strategies import space_on
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
 from stpart_compiler.passes.uses import Assignment
-from stpart_compiler.pauses import without_gc
 
 Progress = Callable[[str], None]
 
@@ -61,7 +60,6 @@ class MakePlan:
     whole_parameters: bool = False
     known: Known = field(default_factory=Known, compare=False, repr=False)
 
-    @without_gc()
     def apply(self, graph: Annotated, progress: Progress = lambda text: None) -> Plan:
         if self.name is not None:
             space, problem, solution = self._template(graph, template(self.name))

@@ -24,7 +24,6 @@ from stpart_compiler.passes.space import BuildSpace, Costs, Restriction, Space
 from stpart_compiler.passes.strategies import space_on
 from stpart_compiler.passes.templates import whole_layouts
 from stpart_compiler.passes.uses import Assignment
-from stpart_compiler.pauses import without_gc
 
 Progress = Callable[[str], None]
 
@@ -48,7 +47,6 @@ class RefinePlan:
     memory_limit: int
     whole_parameters: bool = False
 
-    @without_gc()
     def apply(self, graph: Annotated, coarse: Plan, progress: Progress = lambda text: None) -> Plan:
         mesh = self.costs.mesh
         restriction = Restriction(layouts=whole_layouts if self.whole_parameters else None)

@@ -56,6 +56,7 @@ class Restrictions:
     whole_parameters: bool = False
 
 
+@without_gc()
 def compile_model(
     model: nn.Module,
     example_args: Sequence[Any] = (),

@@ -2,6 +2,8 @@
 
 import gc
 import os
+from collections.abc import Iterator
+from itertools import count
 
 import pytest
 import torch
@@ -24,10 +26,19 @@ os.environ["STPART_CACHE"] = "off"
 
 
 def pytest_collection_finish() -> None:
-    """What the imports made stays: looking for garbage in it takes a tenth of a second each time.
-
-    Models that are traced once for many tests stay too, so garbage is looked for less often than by default.
-    """
+    """From here on garbage is looked for between tests alone, and not in what the imports made."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    gc.disable()
+
+
+_run: Iterator[int] = count(1)
+
+
+def pytest_runtest_teardown() -> None:
+    """Compiling makes millions of objects and little garbage: looking for it as often as Python does takes a fifth of
+    the time. What models that are traced once for many tests leave is old, and looked through seldom.
+    """
+    done = next(_run)
+    if done % 5 == 0:
+        gc.collect(2 if done % 200 == 0 else 1)

@@ -182,6 +182,12 @@ class Engine:
             self._aborted = reason
             self._transport.abort()
 
+    def release(self) -> list[Any]:
+        """End this rank's communication when nothing is under way on any rank; the groups, which end when dropped."""
+        self._aborted = "the run that this engine was made for is over; attach the module to another engine"
+        self.on_failure = None
+        return self._transport.release()
+
     def isend(self, x: Tensor, peer: int, tag: int, channel: int) -> None:
         """Start sending a contiguous tensor."""
         self.exchange((x,), (peer,), (tag,), (), (), (), channel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch._C._distributed_c10d import HashStore
@@ -97,7 +97,19 @@ def run_ranks(world_size: int, fn: Callable[[int, Engine], Result], *, timeout_s
         rank, error = run.failure
         error.add_note(f"raised on rank {rank} of {world_size}")
         raise error
+    _end([group for engine in engines for group in engine.release()])
     return [run.results[rank] for rank in range(world_size)]
+
+
+def _end(groups: list[Any]) -> None:
+    """End gloo groups side by side: each takes its time to stop its own threads."""
+    held = [[group] for group in groups]
+    groups.clear()
+    enders = [threading.Thread(target=one.clear) for one in held]
+    for thread in enders:
+        thread.start()
+    for thread in enders:
+        thread.join()
 
 
 def _join(threads: list[threading.Thread], run: _Run[Result], timeout_s: float) -> None:

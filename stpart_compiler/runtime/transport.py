@@ -92,6 +92,13 @@ class Transport(ABC):
             group = self._sets[ranks] = self.form(ranks, "ranks" + "_".join(map(str, ranks)))
         return group
 
+    def release(self) -> list[Any]:
+        """Hand out all groups of this rank and forget them: the last reference to a group ends it."""
+        found = self.formed()
+        self._channels.clear()
+        self._sets.clear()
+        return found
+
     def formed(self) -> list[Any]:
         """All groups this rank is a member of."""
         # torch.distributed hands an int to those that are not members.

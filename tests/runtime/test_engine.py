@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import operator
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -287,6 +289,18 @@ def test_bad_calls(index: int) -> None:
 
     with pytest.raises(ValueError, match=message):
         run_ranks(2, program, timeout_s=5)
+
+
+def test_a_run_that_is_over_holds_no_connection() -> None:
+    def joined(rank: int, engine: Engine) -> Engine:
+        engine.prepare(2, [(0, 1)])
+        return engine
+
+    before = {thread.name for thread in threading.enumerate()}, len(os.listdir("/proc/self/fd"))
+    engine = run_ranks(2, joined)[0]
+    assert ({thread.name for thread in threading.enumerate()}, len(os.listdir("/proc/self/fd"))) == before
+    with pytest.raises(RuntimeError, match="the run that this engine was made for is over; attach the module to"):
+        engine.isend(torch.ones(1), 1, 0, 0)
 
 
 def test_no_engine() -> None:
