@@ -16,7 +16,7 @@ from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions,
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
-from stpart_compiler.passes.solve_recompute import SolveRecompute
+from stpart_compiler.passes.solve_recompute import Sets, SolveRecompute
 from stpart_compiler.passes.space import BuildSpace, Choices, Costs, Restriction, Space, strategy_of
 from stpart_compiler.passes.strategies import space_on
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
@@ -39,6 +39,7 @@ class Known:
     """What does not depend on the memory limit, or still holds under a lower one: the whole space, and yardsticks."""
 
     whole: tuple[Space, Problem] | None = None
+    sets: Sets = field(default_factory=Sets)
     yardsticks: dict[str, Found] | None = None
 
 
@@ -72,7 +73,9 @@ class MakePlan:
             self.known.yardsticks |= self._spatial_only(space, progress) if self.options.spatial_only else {}
         yardsticks = {name: found for name, found in self.known.yardsticks.items() if self._fits(found)}
         prices = {name: found[2].seconds for name, found in yardsticks.items()}
-        space, problem, solution = self._solved(space, problem, self._hint(problem, yardsticks), progress)
+        space, problem, solution = self._solved(
+            space, problem, self._hint(problem, yardsticks), progress, self.known.sets
+        )
         best = min(yardsticks.values(), key=lambda found: found[2].seconds, default=None)
         if best is not None and best[2].seconds < solution.seconds:
             # followers of a sub-space may have a little more freedom: then its plan is the better one
@@ -93,9 +96,9 @@ class MakePlan:
         space = BuildSpace(self.costs).apply(graph, self._restricted(Restriction()))
         return space, BuildProblem(self.options, again=self.options.marked(graph)).apply(space)
 
-    def _solved(self, space: Space, problem: Problem, hint: Assignment | None, progress: Progress) -> Found:
+    def _solved(self, space: Space, problem: Problem, hint: Assignment | None, progress: Progress, sets: Sets) -> Found:
         """The cheapest assignment found; where memory is short, also with some of forward run again in backward."""
-        problem, solution = SolveRecompute(self.options, self.memory_limit).apply(space, problem, hint, progress)
+        problem, solution = SolveRecompute(self.options, self.memory_limit, sets).apply(space, problem, hint, progress)
         return space, problem, solution
 
     def _fits(self, found: Found) -> bool:
@@ -140,7 +143,7 @@ class MakePlan:
         space = without_temporal(space)
         problem = BuildProblem(self.options, again=self.options.marked(space.graph)).apply(space)
         try:
-            found = self._solved(space, problem, None, progress)
+            found = self._solved(space, problem, None, progress, Sets())
         except InfeasibleError:
             progress(f"{SPATIAL_ONLY}: does not fit in the memory limit")
             return {}

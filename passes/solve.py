@@ -46,6 +46,9 @@ NEAR_PEAK = 0.9
 LEAN_GAP, LEAN_SPAN = 0.01, 0.1
 """Relative distance to the least memory at which CP-SAT's search for it stops, and to the limit at which it starts."""
 
+LEAN_S = 3.0
+"""Seconds for that search."""
+
 Progress = Callable[[str], None]
 
 
@@ -68,11 +71,12 @@ class Solution:
 
 
 class InfeasibleError(ValueError):
-    """No plan meets the memory limit."""
+    """No plan meets the memory limit. `least`: bytes that would do, by `choice` where the search got so far."""
 
-    def __init__(self, message: str, least: int) -> None:
+    def __init__(self, message: str, least: int, choice: Assignment | None = None) -> None:
         super().__init__(message)
         self.least = least
+        self.choice = choice
 
 
 @dataclass(frozen=True)
@@ -105,18 +109,17 @@ class Solve:
             )
         if self.memory_limit is not None and bound.least > self.memory_limit:
             raise self._infeasible(problem, find_leanest(problem) if self.polish_s else bound.nearest)
+        begin = bound.choice or self._leanest(problem)
+        first = time.perf_counter() - start
         model = _Model(problem, bound)
         model.minimize_time()
-        if bound.choice is not None:
-            model.hint(bound.choice)
+        model.hint(begin)
         limit = min(self.polish_s, self.options.time_limit_s) if near else self.options.time_limit_s
         watch = _Watch(start, progress, self.options.patience_s)
         choice, name, lower = self._search(problem, model, bound, watch, limit)
         wall = time.perf_counter() - start
-        known = [found for found in (choice, bound.choice) if found is not None]
-        chosen = min(known, key=lambda found: evaluate(problem, found)) if known else self._leanest(problem)
+        chosen = min((begin, choice or begin), key=lambda found: evaluate(problem, found))
         seconds = evaluate(problem, chosen)
-        first = first if bound.choice is not None else watch.first or wall
         return Solution(
             chosen, seconds, min(seconds, lower), name, wall, first, self._binds(bound, seconds), bound.free
         )
@@ -156,7 +159,7 @@ class Solve:
         return solver
 
     def _leanest(self, problem: Problem) -> Assignment:
-        """The assignment that needs least memory: a search that found nothing may just be out of time.
+        """An assignment that needs little memory, to begin with where what costs little does not fit.
 
         Raises:
             InfeasibleError: not even this one fits.
@@ -175,7 +178,7 @@ class Solve:
         model = _Model(problem)
         model.minimize_memory()
         model.hint(known)
-        solver = self._solver(self.options.time_limit_s)
+        solver = self._solver(min(LEAN_S, self.options.time_limit_s))
         solver.parameters.relative_gap_limit = LEAN_GAP
         if solver.solve(model.cp) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return known
@@ -193,6 +196,7 @@ class Solve:
             f" inputs and buffers {kinds['inputs'] / 2**20:.1f} MiB, activations and gradients at the peak of the step"
             f" {kinds['others'] / 2**20:.1f} MiB. Raise the limit, use more ranks, or a smaller batch",
             least,
+            choice,
         )
 
 

@@ -6,13 +6,15 @@ points and the full price of what runs twice, for which the placements are solve
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 from stpart_compiler.passes.bound import Bound, FindBound, find_leanest
 from stpart_compiler.passes.peak import Tried, TrySets
-from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions
-from stpart_compiler.passes.propagate import Annotated
+from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, memory_bytes
 from stpart_compiler.passes.recompute import FindRecompute
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
 from stpart_compiler.passes.space import Space
@@ -26,18 +28,63 @@ SETS_TRIED = 8
 CHANGES_TRIED = 3
 """How often a set is replaced by the best of those that save one class more or less, or where nothing fits another."""
 
+LEAST_S = 1.0
+"""All sets and memory limits together get the solver's time limit, and what is solved after that so many seconds."""
+
 LEAN_TURNS = 3
 """How often, where nothing fits, leaner placements are sought for the leanest set, and a leaner set for those."""
 
 Names = frozenset[str]
+Fixed = tuple[tuple[int, int], ...]
+"""An assignment as a key."""
+
+Key = TypeVar("Key")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Suiting:
+    """What suits one assignment, whatever the limit. `leanest`: classes to save so that it needs least; `ways`: growing
+    sets to run again."""
+
+    find: FindRecompute
+    trial: TrySets
+    leanest: frozenset[int]
+    ways: tuple[list[Names], ...]
+
+    @staticmethod
+    def of(space: Space, start: Assignment, options: SolverOptions) -> Suiting:
+        find = FindRecompute(space, start, options.marked(space.graph))
+        trial = TrySets(space, start, options)
+        leanest = min(find.cuts(), key=lambda cut: trial.at(_again(find, find.all_but(cut))).nbytes)
+        ways = ([_again(find, classes) for classes in sets] for sets in (find.grown(), find.pruned(leanest)))
+        return Suiting(find, trial, leanest, tuple(way for way in ways if way))
+
+    def names(self, classes: frozenset[int]) -> Names:
+        return _again(self.find, classes)
+
+
+@dataclass
+class Sets:
+    """What was worked out for one space and holds under any memory limit; by ops run again, or by assignment."""
+
+    problems: dict[Names, Problem] = field(default_factory=dict)
+    leanest: dict[Names, Assignment] = field(default_factory=dict)
+    free: dict[Fixed, Bound] = field(default_factory=dict)
+    suiting: dict[Fixed, Suiting] = field(default_factory=dict)
+    spent_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class SolveRecompute:
-    """search space, its problem -> the cheapest assignment within `memory_limit` bytes per rank, and its problem."""
+    """search space, its problem -> the cheapest assignment within `memory_limit` bytes per rank, and its problem.
+
+    `sets`: shared by passes over one space whose limit differs.
+    """
 
     options: SolverOptions
     memory_limit: int
+    sets: Sets = field(default_factory=Sets, compare=False, repr=False)
 
     def apply(
         self, space: Space, problem: Problem, hint: Assignment | None, progress: Progress
@@ -45,12 +92,16 @@ class SolveRecompute:
         """Raises:
         InfeasibleError: no assignment fits in the memory limit, with none of the sets that were tried.
         """
-        search = _Search(space, self.options, self.memory_limit, progress)
+        search = _Search(space, self.options, self.memory_limit, progress, self.sets)
         first = search.solve(problem, hint)
         if first is not None and not first.memory_binds:
             return problem, first
-        free = FindBound().apply(problem, hint)
-        for start in (free.nearest, first.choice if first is not None else find_leanest(problem)):
+        self.sets.problems.setdefault(problem.again, problem)
+        free = _kept(self.sets.free, _fixed(hint or {}), lambda: FindBound().apply(problem, hint))
+        if search.is_late:
+            search.leanest_known()
+            return search.best(free)
+        for start in (free.nearest, first.choice if first is not None else search.leanest(problem)):
             search.near(start)
         search.leaner()
         return search.best(free)
@@ -64,6 +115,7 @@ class _Search:
     options: SolverOptions
     memory_limit: int
     progress: Progress
+    sets: Sets
     found: list[tuple[Problem, Solution]] = field(default_factory=list)
     short: list[tuple[Problem, InfeasibleError]] = field(default_factory=list)
     known: set[Names] = field(default_factory=set)
@@ -71,11 +123,21 @@ class _Search:
     def solve(self, problem: Problem, hint: Assignment | None) -> Solution | None:
         """The cheapest assignment of one problem; None where none fits."""
         self.known.add(problem.again)
+        lean = self.sets.leanest.get(problem.again)
+        if lean is not None and (hint is None or memory_bytes(problem, hint) > self.memory_limit):
+            hint = lean
+        began = time.perf_counter()
+        left = max(LEAST_S, self.options.time_limit_s - self.sets.spent_s)
+        options = replace(self.options, time_limit_s=min(self.options.time_limit_s, left))
         try:
-            solution = Solve(self.options, self.memory_limit).apply(problem, hint, self.progress)
+            solution = Solve(options, self.memory_limit).apply(problem, hint, self.progress)
         except InfeasibleError as error:
             self.short.append((problem, error))
+            if error.choice is not None:
+                self.sets.leanest[problem.again] = error.choice
             return None
+        finally:
+            self.sets.spent_s += time.perf_counter() - began
         self.found.append((problem, solution))
         return solution
 
@@ -84,7 +146,7 @@ class _Search:
         for again in self._suiting(start, swap):
             if again not in self.known:
                 self.progress(f"memory is short: solving with {len(again)} ops run again in backward")
-                self.solve(BuildProblem(self.options, again=again).apply(self.space), start)
+                self.solve(_kept(self.sets.problems, again, partial(self._problem, again)), start)
 
     def leaner(self) -> None:
         """While nothing fits, go on from the leanest problem's leanest assignment."""
@@ -92,9 +154,32 @@ class _Search:
             if self.found:
                 return
             before = len(self.short)
-            self.near(find_leanest(min(self.short, key=lambda pair: pair[1].least)[0]), swap=True)
+            self.near(self.leanest(min(self.short, key=lambda pair: pair[1].least)[0]), swap=True)
             if len(self.short) == before:
                 return
+
+    @property
+    def is_late(self) -> bool:
+        """Whether what all sets and limits get together is spent."""
+        return self.sets.spent_s >= self.options.time_limit_s
+
+    def leanest_known(self) -> None:
+        """Solve with the set with which least is needed, of those that were tried under any limit."""
+
+        def least(problem: Problem) -> int:
+            return memory_bytes(problem, self.leanest(problem))
+
+        problem = min(self.sets.problems.values(), key=least)
+        if problem.again not in self.known:
+            self.progress(f"memory is short: solving with {len(problem.again)} ops run again in backward")
+            self.solve(problem, self.leanest(problem))
+
+    def leanest(self, problem: Problem) -> Assignment:
+        """An assignment of a problem that needs little."""
+        return _kept(self.sets.leanest, problem.again, lambda: find_leanest(problem))
+
+    def _problem(self, again: Names) -> Problem:
+        return BuildProblem(self.options, again=again).apply(self.space)
 
     def best(self, free: Bound) -> tuple[Problem, Solution]:
         """The cheapest. Its bound is that without a limit: it holds for all sets."""
@@ -110,17 +195,11 @@ class _Search:
         Where it fits with none, the one with which it needs least: when too much is run again at once, it is all held
         at once. Beside it then the leanest of those that save few values: with other placements that may be leaner.
         """
-        find = FindRecompute(self.space, start, self.options.marked(self.space.graph))
-        trial = TrySets(self.space, start, self.options)
-
-        def names(classes: frozenset[int]) -> Names:
-            return find.marked | _names(self.space.graph, classes)
-
-        leanest = min(find.cuts(), key=lambda cut: trial.at(names(find.all_but(cut))).nbytes)
-        ways = [[names(classes) for classes in sets] for sets in (find.grown(), find.pruned(leanest)) if sets]
-        if not any(ways):
+        suiting = _kept(self.sets.suiting, _fixed(start), lambda: Suiting.of(self.space, start, self.options))
+        find, trial, names = suiting.find, suiting.trial, suiting.names
+        if not suiting.ways:
             return []
-        tried = [self._first_fitting(trial, way) for way in ways]
+        tried = [self._first_fitting(trial, way) for way in suiting.ways]
         best = min([*tried, *map(trial.at, self.known)], key=self._rank)
         for _ in range(CHANGES_TRIED):
             better = self._better(best, trial, map(names, find.beside(best.again)))
@@ -130,7 +209,7 @@ class _Search:
                 break
             best = better
         fits = best.nbytes <= self.memory_limit
-        return [best.again] if fits else [best.again, names(find.all_but(leanest))]
+        return [best.again] if fits else [best.again, names(find.all_but(suiting.leanest))]
 
     def _better(self, best: Tried, trial: TrySets, sets: Iterable[Names]) -> Tried | None:
         other = min(map(trial.at, sets), key=self._rank, default=best)
@@ -155,5 +234,17 @@ class _Search:
         return trial.at(sets[high])
 
 
-def _names(graph: Annotated, classes: frozenset[int]) -> Names:
-    return frozenset(op.name for klass in classes for op in graph.classes[klass])
+def _again(find: FindRecompute, classes: frozenset[int]) -> Names:
+    """The ops of the classes, with those that are run again in any case."""
+    return find.marked | {op.name for klass in classes for op in find.space.graph.classes[klass]}
+
+
+def _fixed(choice: Assignment) -> Fixed:
+    return tuple(sorted(choice.items()))
+
+
+def _kept(known: dict[Key, Made], key: Key, make: Callable[[], Made]) -> Made:
+    """What is known, or is made now and kept."""
+    if key not in known:
+        known[key] = make()
+    return known[key]

@@ -46,6 +46,9 @@ MEMORY_ROUNDS = 5
 LEAN_SLACKS = (1.0, 1.02, 1.1)
 """Room given to the solver, relative to the least it knows of, to find programs that really need least."""
 
+FAR_OVER = 0.5
+"""Where programs are over the limit by so much of it, a little more or less room makes no difference."""
+
 Progress = Callable[[str], None]
 
 
@@ -404,6 +407,8 @@ class Search:
             if over <= 0:
                 return plan, programs
             tried.append(plan)
+            if over > FAR_OVER * self.limit:
+                break
         raise _over_limit(min(tried, key=lambda plan: plan.memory["peak"]), self.limit, self.options)
 
     def _attempt(self, regions: str | None, room: int) -> tuple[Plan, Programs, int]:
