@@ -219,7 +219,6 @@ class _Watch(cp_model.CpSolverSolutionCallback):
         self._progress = progress
         self._patience_s = patience_s
         self._timer: threading.Timer | None = None
-        self.first: float | None = None
 
     def solve(self, solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSolverStatus:
         self._solver = solver
@@ -237,8 +236,6 @@ class _Watch(cp_model.CpSolverSolutionCallback):
         self._timer.daemon = True
         self._timer.start()
         now = time.perf_counter() - self._start
-        if self.first is None:
-            self.first = now
         if self._progress is not None:
             best, bound = self.objective_value, self.best_objective_bound
             gap = (best - bound) / best if best else 0.0

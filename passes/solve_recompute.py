@@ -73,6 +73,7 @@ class Sets:
     free: dict[Fixed, Bound] = field(default_factory=dict)
     suiting: dict[Fixed, Suiting] = field(default_factory=dict)
     spent_s: float = 0.0
+    last_best: Names | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class SolveRecompute:
         self.sets.problems.setdefault(problem.again, problem)
         free = _kept(self.sets.free, _fixed(hint or {}), lambda: FindBound().apply(problem, hint))
         if search.is_late:
-            search.leanest_known()
+            search.those_known()
             return search.best(free)
         for start in (free.nearest, first.choice if first is not None else search.leanest(problem)):
             search.near(start)
@@ -145,8 +146,11 @@ class _Search:
         """Solve with sets that suit an assignment. `swap`: also try sets that save another class in place of one."""
         for again in self._suiting(start, swap):
             if again not in self.known:
-                self.progress(f"memory is short: solving with {len(again)} ops run again in backward")
-                self.solve(_kept(self.sets.problems, again, partial(self._problem, again)), start)
+                self._solve_again(again, start)
+
+    def _solve_again(self, again: Names, start: Assignment) -> None:
+        self.progress(f"memory is short: solving with {len(again)} ops run again in backward")
+        self.solve(_kept(self.sets.problems, again, partial(self._problem, again)), start)
 
     def leaner(self) -> None:
         """While nothing fits, go on from the leanest problem's leanest assignment."""
@@ -160,19 +164,16 @@ class _Search:
 
     @property
     def is_late(self) -> bool:
-        """Whether what all sets and limits get together is spent."""
-        return self.sets.spent_s >= self.options.time_limit_s
+        """Whether sets were sought under another limit, and what all sets and limits get together is spent."""
+        return bool(self.sets.suiting) and self.sets.spent_s >= self.options.time_limit_s
 
-    def leanest_known(self) -> None:
-        """Solve with the set with which least is needed, of those that were tried under any limit."""
-
-        def least(problem: Problem) -> int:
-            return memory_bytes(problem, self.leanest(problem))
-
-        problem = min(self.sets.problems.values(), key=least)
-        if problem.again not in self.known:
-            self.progress(f"memory is short: solving with {len(problem.again)} ops run again in backward")
-            self.solve(problem, self.leanest(problem))
+    def those_known(self) -> None:
+        """Solve with the set that was best under the last limit, and with the one with which least is needed."""
+        problems = self.sets.problems
+        leanest = min(problems, key=lambda again: memory_bytes(problems[again], self.leanest(problems[again])))
+        for again in (self.sets.last_best, leanest):
+            if again is not None and again not in self.known:
+                self._solve_again(again, self.leanest(problems[again]))
 
     def leanest(self, problem: Problem) -> Assignment:
         """An assignment of a problem that needs little."""
@@ -186,6 +187,7 @@ class _Search:
         if not self.found:
             raise min((error for _, error in self.short), key=lambda error: error.least)
         problem, solution = min(self.found, key=lambda pair: pair[1].seconds)
+        self.sets.last_best = problem.again
         binds = free.lower < (1 - self.options.gap) * solution.seconds
         return problem, replace(solution, bound=min(free.lower, solution.seconds), memory_binds=binds)
 
