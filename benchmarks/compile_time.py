@@ -3,8 +3,10 @@
     python benchmarks/compile_time.py [--layers 32] [--mesh 8 2x4] [--depths 4 16 32 80] [--memory 80] [--no-programs]
 
 Each row runs in a process of its own, so that its peak memory is its own. Costs are those of the h100-80gb-8 preset.
-Propagation reads every op of every layer. Planning does not, but has more to do where memory binds, as it does for some
-templates at 80 layers; with `--memory 1000` it binds nowhere.
+Propagation (`propagate_s`), the lives of values, what may pass sums on, and the step's digest (`walk_s`) go over every
+op of every layer. What is solved (`solve_s`: space, prices, memory tables, bounds and CP-SAT, of all templates and the
+plan) is per class of ops; it has more to do where memory binds, as it does for some templates at 80 layers. With
+`--memory 1000` it binds nowhere.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def measure(layers: int, mesh_text: str, memory: int, programs: bool) -> dict[st
     from stpart_compiler.passes.build_programs import BuildPrograms
     from stpart_compiler.passes.make_plan import MakePlan
     from stpart_compiler.passes.problem import SolverOptions
-    from stpart_compiler.passes.space import Costs
+    from stpart_compiler.passes.space import Costs, pending_carriers
+    from stpart_compiler.passes.timeline import timeline
 
     config = LlamaConfig(
         hidden_size=4096,
@@ -59,6 +62,10 @@ def measure(layers: int, mesh_text: str, memory: int, programs: bool) -> dict[st
     start = time.perf_counter()
     graph = annotate(captured, stripes=mesh.world_size)
     row["propagate_s"] = time.perf_counter() - start
+    timeline(graph, SolverOptions().marked(graph))
+    pending_carriers(graph)
+    digest = graph.digest
+    row["walk_s"] = time.perf_counter() - start - row["propagate_s"]
     costs = Costs(load_cluster("h100-80gb-8"), mesh)
     first: list[float] = []
 
@@ -67,7 +74,9 @@ def measure(layers: int, mesh_text: str, memory: int, programs: bool) -> dict[st
             first.append(time.perf_counter() - start)
 
     plan = MakePlan(costs, SolverOptions(), memory * 2**30).apply(graph, note)
+    assert plan.graph_digest == digest
     row["propagate_and_solve_s"] = time.perf_counter() - start
+    row["solve_s"] = row["propagate_and_solve_s"] - row["propagate_s"] - row["walk_s"]
     row["first_plan_s"] = first[0] if first else row["propagate_and_solve_s"]
     row["gap_pct"] = 100 * plan.gap
     row["step_ms"] = 1e3 * plan.seconds

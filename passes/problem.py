@@ -58,6 +58,8 @@ class Problem:
     @cached_property
     def again_classes(self) -> frozenset[int]:
         """Classes of the ops that backward really runs again."""
+        if not self.again:
+            return frozenset()
         graph = self.space.graph
         ran = [op for op in orders(graph, self.again).backward if op.name in self.again]
         return frozenset(op.klass for op in ran)
