@@ -19,6 +19,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from stpart_compiler.pauses import without_gc
+
 SIZES: dict[str, tuple[str, int, int, dict[str, Any]]] = {  # config class, batch, sequence, sizes
     "opt-175b": (
         "OPT",
@@ -69,6 +71,7 @@ SIZES: dict[str, tuple[str, int, int, dict[str, Any]]] = {  # config class, batc
 WITHIN = 0.05
 
 
+@without_gc()
 def measure(name: str, mesh_text: str, layers: int) -> dict[str, Any]:
     """One case in this process."""
     import torch

@@ -109,6 +109,10 @@ class FindRecompute:
             saved = {result for result in saved | best.extra if result[0] not in again}
             yield frozenset(again)
 
+    def names(self, classes: frozenset[int]) -> frozenset[str]:
+        """The ops of the classes, with those that are run again in any case."""
+        return self.marked | {op.name for klass in classes for op in self.space.graph.classes[klass]}
+
     def all_but(self, cut: frozenset[int]) -> frozenset[int]:
         """What is run again where `cut` is saved and all else need not be."""
         return self._kept((self.may - cut) | self._always).ran

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeVar
 
 from stpart_compiler.passes.bound import Bound, FindBound, find_leanest
@@ -56,12 +55,9 @@ class Suiting:
     def of(space: Space, start: Assignment, options: SolverOptions) -> Suiting:
         find = FindRecompute(space, start, options.marked(space.graph))
         trial = TrySets(space, start, options)
-        leanest = min(find.cuts(), key=lambda cut: trial.at(_again(find, find.all_but(cut))).nbytes)
-        ways = ([_again(find, classes) for classes in sets] for sets in (find.grown(), find.pruned(leanest)))
+        leanest = min(find.cuts(), key=lambda cut: trial.at(find.names(find.all_but(cut))).nbytes)
+        ways = (list(map(find.names, sets)) for sets in (find.grown(), find.pruned(leanest)))
         return Suiting(find, trial, leanest, tuple(way for way in ways if way))
-
-    def names(self, classes: frozenset[int]) -> Names:
-        return _again(self.find, classes)
 
 
 @dataclass
@@ -150,7 +146,8 @@ class _Search:
 
     def _solve_again(self, again: Names, start: Assignment) -> None:
         self.progress(f"memory is short: solving with {len(again)} ops run again in backward")
-        self.solve(_kept(self.sets.problems, again, partial(self._problem, again)), start)
+        build = BuildProblem(self.options, again=again)
+        self.solve(_kept(self.sets.problems, again, lambda: build.apply(self.space)), start)
 
     def leaner(self) -> None:
         """While nothing fits, go on from the leanest problem's leanest assignment."""
@@ -179,9 +176,6 @@ class _Search:
         """An assignment of a problem that needs little."""
         return _kept(self.sets.leanest, problem.again, lambda: find_leanest(problem))
 
-    def _problem(self, again: Names) -> Problem:
-        return BuildProblem(self.options, again=again).apply(self.space)
-
     def best(self, free: Bound) -> tuple[Problem, Solution]:
         """The cheapest. Its bound is that without a limit: it holds for all sets."""
         if not self.found:
@@ -198,7 +192,7 @@ class _Search:
         at once. Beside it then the leanest of those that save few values: with other placements that may be leaner.
         """
         suiting = _kept(self.sets.suiting, _fixed(start), lambda: Suiting.of(self.space, start, self.options))
-        find, trial, names = suiting.find, suiting.trial, suiting.names
+        find, trial, names = suiting.find, suiting.trial, suiting.find.names
         if not suiting.ways:
             return []
         tried = [self._first_fitting(trial, way) for way in suiting.ways]
@@ -234,11 +228,6 @@ class _Search:
             fits = trial.at(sets[middle]).nbytes <= self.memory_limit
             low, high = (low, middle) if fits else (middle + 1, high)
         return trial.at(sets[high])
-
-
-def _again(find: FindRecompute, classes: frozenset[int]) -> Names:
-    """The ops of the classes, with those that are run again in any case."""
-    return find.marked | {op.name for klass in classes for op in find.space.graph.classes[klass]}
 
 
 def _fixed(choice: Assignment) -> Fixed:
