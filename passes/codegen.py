@@ -19,10 +19,10 @@ from stpart_compiler.ir.layout import Layout, local_shape, replicated
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.program import Builder, Origin, Pending, RankProgram, Value
 from stpart_compiler.ir.redistribute import redistribute
-from stpart_compiler.ir.spacetime import Derived, Strategy, derive
+from stpart_compiler.ir.spacetime import Cuts, Derived, Strategy, derive
 from stpart_compiler.passes.emit_redistribute import emit_redistribution
 from stpart_compiler.passes.inner_rings import InnerRing, inner_ring, inner_strategy
-from stpart_compiler.passes.local_calls import Cuts, LocalCalls
+from stpart_compiler.passes.local_calls import LocalCalls
 from stpart_compiler.passes.order import is_heavy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 from stpart_compiler.passes.rules import Block, OpCall

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from stpart_compiler.cost_models.compute import is_view
-from stpart_compiler.ir.layout import Atom, Range
+from stpart_compiler.ir.layout import Range
 from stpart_compiler.ir.rule import OpRule
-from stpart_compiler.ir.spacetime import Strategy, factor_atom
 from stpart_compiler.passes.rules import Block, OpCall, local_call
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """The factors of an op that are cut, and the ranges of the others, which are the same on all ranks."""
-
-    whole: tuple[Range, ...]
-    cut: tuple[tuple[int, Atom], ...]
-
-    @staticmethod
-    def of(rule: OpRule, strategy: Strategy) -> Cuts:
-        atoms = [factor_atom(rule, strategy, f) for f in range(len(rule.factors))]
-        return Cuts(tuple((0, atom.size) for atom in atoms), tuple((f, a) for f, a in enumerate(atoms) if a.digits))
-
-    def ranges(self, coords: Mapping[str, int]) -> tuple[Range, ...]:
-        if not self.cut:
-            return self.whole
-        found = list(self.whole)
-        for f, atom in self.cut:
-            found[f] = atom.range(coords)
-        return tuple(found)
 
 
 @dataclass(frozen=True)

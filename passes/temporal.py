@@ -16,7 +16,7 @@ from stpart_compiler.ir.combine import PAIRWISE, neutral
 from stpart_compiler.ir.layout import Atom, Range
 from stpart_compiler.ir.program import P2P_CHANNEL, Builder, Origin, Value
 from stpart_compiler.ir.rule import ONLINE, SUM, OpRule, TensorMap
-from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Strategy, factor_range, result_combine
+from stpart_compiler.ir.spacetime import MOVE, SLICE, Cuts, Derived, Port, Strategy, result_combine
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules import Block, is_void, merge_of
 from stpart_compiler.passes.rules.region import Region
@@ -56,10 +56,8 @@ class _Loop:
         self.outs = derived.outputs
         self.rest = operands
         self.emitter = emitter
-        self.blocks = [
-            Block(op.rule, factor_range(strategy, op.rule, emitter.mesh, builder.rank, t))
-            for t in range(strategy.steps)
-        ]
+        cuts, coords = Cuts.of(op.rule, strategy), emitter.mesh.coords[builder.rank]
+        self.blocks = [Block(op.rule, cuts.ranges(coords, t)) for t in range(strategy.steps)]
         self.transposed = [
             emitter.is_turned(key, port.layout, x)
             for key, port, x in zip(op.operands, derived.inputs, operands, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -75,10 +76,31 @@ class InvalidStrategyError(ValueError):
     """The forms do not compute the op: some block is missed, or a pending sum would be lost."""
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """The factors of an op that are cut, and the ranges of the others, which are the same on all ranks."""
+
+    whole: tuple[Range, ...]
+    cut: tuple[tuple[int, Atom], ...]
+
+    @staticmethod
+    def of(rule: OpRule, strategy: Strategy) -> Cuts:
+        atoms = [factor_atom(rule, strategy, f) for f in range(len(rule.factors))]
+        return Cuts(tuple((0, atom.size) for atom in atoms), tuple((f, a) for f, a in enumerate(atoms) if a.digits))
+
+    def ranges(self, coords: Mapping[str, int], t: int = 0) -> tuple[Range, ...]:
+        """Per factor, the index range that the rank at `coords` computes at step `t`."""
+        if not self.cut:
+            return self.whole
+        found = list(self.whole)
+        for f, atom in self.cut:
+            found[f] = atom.range(coords, t)
+        return tuple(found)
+
+
 def factor_range(strategy: Strategy, rule: OpRule, mesh: Mesh, rank: int, t: int) -> tuple[Range, ...]:
     """Per factor, the index range that `rank` computes at step `t`."""
-    coords = mesh.coords[rank]
-    return tuple(factor_atom(rule, strategy, f).range(coords, t) for f in range(len(rule.factors)))
+    return Cuts.of(rule, strategy).ranges(mesh.coords[rank], t)
 
 
 def factor_atom(rule: OpRule, strategy: Strategy, f: int) -> Atom:
