@@ -59,14 +59,14 @@ def measure(layers: int, mesh_text: str, memory: int, programs: bool) -> dict[st
     row["capture_s"] = time.perf_counter() - start
     row["nodes"] = len(captured.gm.graph.nodes)
 
+    costs = Costs(load_cluster("h100-80gb-8"), mesh)
     start = time.perf_counter()
     graph = annotate(captured, stripes=mesh.world_size)
     row["propagate_s"] = time.perf_counter() - start
-    timeline(graph, SolverOptions().marked(graph))
+    timeline(graph, costs.link, SolverOptions().marked(graph))
     pending_carriers(graph)
     digest = graph.digest
     row["walk_s"] = time.perf_counter() - start - row["propagate_s"]
-    costs = Costs(load_cluster("h100-80gb-8"), mesh)
     first: list[float] = []
 
     def note(text: str) -> None:

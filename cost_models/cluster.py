@@ -170,17 +170,17 @@ class Cluster:
                 "use a smaller mesh, or a cluster file with a further level of links"
             )
 
-    def link_for(self, axes: Iterable[str], mesh: Mesh, *, each: bool = False) -> Link:
+    def link_for(self, axes: Iterable[str], mesh: Mesh, *, each: bool = False, alone: bool = False) -> Link:
         """Slowest link between ranks that differ in `axes` alone; without axes the innermost one.
 
         Its bandwidth is what one group of such ranks gets while all of them communicate: on a link that ranks of
         several groups share, an equal part of it. A group is a ring, which crosses a link once. `each`: every rank
-        sends for itself instead, and all that share a link get an equal part of it.
+        sends for itself instead, and all that share a link get an equal part of it. `alone`: one rank has the link.
 
         Raises:
             ValueError: an axis is not in the mesh, or the mesh has more ranks than the cluster.
         """
-        return _link_for(self, frozenset(axes), mesh, each)
+        return _link_for(self, frozenset(axes), mesh, each, alone)
 
     def level_between(self, one: int, two: int) -> int:
         """Index of the innermost level that joins two ranks.
@@ -195,7 +195,7 @@ class Cluster:
 
 
 @lru_cache(maxsize=4096)
-def _link_for(cluster: Cluster, axes: frozenset[str], mesh: Mesh, each: bool) -> Link:
+def _link_for(cluster: Cluster, axes: frozenset[str], mesh: Mesh, each: bool, alone: bool) -> Link:
     cluster.check_mesh(mesh)
     unknown = sorted(axes - set(mesh.axes))
     if unknown:
@@ -208,7 +208,7 @@ def _link_for(cluster: Cluster, axes: frozenset[str], mesh: Mesh, each: bool) ->
     while not _joins(cluster.levels[crossed][0], spans):
         crossed += 1
     together = frozenset() if each else axes
-    links = [_share_of(link, together, mesh) for _, link in cluster.levels[: crossed + 1]]
+    links = [link if alone else _share_of(link, together, mesh) for _, link in cluster.levels[: crossed + 1]]
     return min(links, key=lambda link: (link.bandwidth, -link.latency))
 
 

@@ -110,12 +110,21 @@ class LinkCost:
             self._links[axes, ring] = link
         return link
 
-    def __call__(self, kind: str, group_size: int, nbytes: float, axes: tuple[str, ...], messages: int) -> float:
+    def __call__(
+        self,
+        kind: str,
+        group_size: int,
+        nbytes: float,
+        axes: tuple[str, ...],
+        messages: int,
+        mean: float | None = None,
+    ) -> float:
         """Seconds of a communication of `kind` among `group_size` ranks that differ in `axes`.
 
         `nbytes`: what goes over the wire at the busiest rank, the larger of sent and received (not the tensor's size:
         an all-reduce of X bytes among n is 2 X (n-1)/n). `messages`: how many it sends or receives one after another.
-        "p2p" goes one way; in every other kind a rank sends and receives.
+        "p2p" goes one way; in every other kind a rank sends and receives. `mean`: what a rank sends on average, where
+        that is less: of a link that several share the busiest one then has more than its part.
 
         Raises:
             ValueError: unknown kind or axis.
@@ -125,4 +134,8 @@ class LinkCost:
         if group_size <= 1:
             return 0.0
         seconds = p2p_seconds if kind == "p2p" else exchange_seconds
-        return seconds(nbytes, self.link(axes, group_size if kind in RINGS else 1), messages)
+        link = self.link(axes, group_size if kind in RINGS else 1)
+        if mean is None or mean == nbytes:
+            return seconds(nbytes, link, messages)
+        alone = self.cluster.link_for(axes, self.mesh, alone=True)
+        return max(seconds(nbytes, alone, messages), seconds(mean, link, messages))

@@ -2,9 +2,10 @@
 
 Each rank runs its instructions one after another. Compute takes the time of the cost model on the shapes of that rank.
 A transfer starts once both of its ends, or all members of its collective, have come to it; it does not hold up its
-ranks until they wait for it. Collectives are rings: each member sends to the next what `communication.traffic` says.
-On accelerators, whose collective library keeps one queue per group of ranks, a rank's exchanges of one channel follow
-one another, and so do its collectives in one group. Backward starts on a rank when its forward is done.
+ranks until they wait for it. Collectives are rings: each member sends to the next what `communication.traffic` says;
+in an all-to-all each sends to all others. On accelerators, whose collective library keeps one queue per group of ranks,
+a rank's exchanges of one channel follow one another, and so do its collectives in one group. Backward starts on a rank
+when its forward is done.
 
 The same programs on the same cluster always give the same times.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import NamedTuple
 
 from stpart_compiler.cost_models.cluster import Cluster, Link
@@ -258,7 +260,9 @@ class _Simulation:
         del self.joined[group, instr.channel, instr.tag]
         share, messages = traffic(_kind(instr), len(group))
         link = self._slowest(group)
-        left = len(group)
+        neighbours = list(zip(group, (*group[1:], group[0]), strict=True))
+        pairs = list(permutations(group, 2)) if _kind(instr) == "all_to_all" else neighbours
+        left = len(pairs)
 
         def done(then: float, flow: Flow) -> None:
             nonlocal left
@@ -266,8 +270,9 @@ class _Simulation:
             if not left:
                 self._collected(now, then, share, joined)
 
-        for one, two in zip(group, (*group[1:], group[0]), strict=True):
-            self.network.send_at(now + messages * link.latency, Flow(one, two, share * end.nbytes, done))
+        nbytes = share * end.nbytes * len(group) / len(pairs)
+        for one, two in pairs:
+            self.network.send_at(now + messages * link.latency, Flow(one, two, nbytes, done))
 
     def _collected(self, began: float, now: float, share: float, joined: _Joined) -> None:
         for operation in joined.operations:

@@ -58,7 +58,7 @@ class BuildPrograms:
 
     def apply(self, graph: Annotated, plan: Plan, progress: Callable[[str], None] = lambda text: None) -> Programs:
         placement = place(graph, plan, self.cost)
-        schedule = MakeSchedule().apply(graph, placement.derived, placement.layout, frozenset(plan.recompute))
+        schedule = MakeSchedule(self.cost).apply(graph, placement.derived, placement.layout, frozenset(plan.recompute))
         pairs = [Codegen(self.device).apply(placement, schedule, rank) for rank in range(plan.mesh.world_size)]
         progress(f"codegen: {sum(_length(pair) for pair in pairs)} instructions on {len(pairs)} ranks")
         verify_programs([forward for forward, _ in pairs])

@@ -3,7 +3,7 @@
 Every rank's program is made by walking the same ops in the same order; all that differs are constants (peers, slices,
 shapes). A transfer is started as soon as its input exists and waited for at the first use of its result; of several
 transfers in a row the next one starts when a heavy op has run beside the last. Values that exist when a phase starts
-(parameters, saved activations) are fetched one heavy op ahead, not all at once.
+(parameters, saved activations) are fetched some heavy ops ahead (`passes/ahead.py`), not all at once.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
+from stpart_compiler.cost_models.communication import LinkCost
 from stpart_compiler.ir.layout import Layout, local_shape, replicated
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.program import Builder, Origin, Pending, RankProgram, Value
@@ -45,7 +45,7 @@ class Placement:
     mesh: Mesh
     strategies: dict[str, Strategy]
     param_layouts: dict[ValueKey, Layout]
-    cost: Any
+    cost: LinkCost
     calls: LocalCalls = field(default_factory=LocalCalls, compare=False, repr=False)
     _derived: dict[str, Derived] = field(default_factory=dict, compare=False, repr=False)
     _cuts: dict[str, Cuts] = field(default_factory=dict, compare=False, repr=False)
@@ -108,7 +108,7 @@ class PhaseEmitter:
         inputs = [self._input(key, layout) for key, layout in self.phase.inputs]
         for op in self.phase.ops:
             if is_heavy(op):
-                self._end_results(self.phase.ends[op.name])
+                self._end_results(self.phase.ends.get(op.name, []))
                 self._advance_chains()
             for key, layout in self.phase.starts.get(op.name, ()):
                 self._start(key, layout)

@@ -177,13 +177,13 @@ class _Split:
         phase = replace(self.backward, name="accumulate", ops=ops, outputs=outputs, starts={}, wanted={}, ends={})
         phase.gives_sums = True
         saved = set(self.backward.layout)
-        plan_transfers(self.graph, phase, self.placement.derived, resting(self.graph) | saved)
+        plan_transfers(self.graph, phase, self.placement.derived, resting(self.graph) | saved, self.placement.cost)
         return phase
 
     def reduce(self) -> Phase:
         sums = list(self.sums.items())
         phase = Phase("reduce", list(self.tail), sums, self._grads(True), layout=dict(sums), views=self.backward.views)
-        plan_transfers(self.graph, phase, self.placement.derived, set(self.sums))
+        plan_transfers(self.graph, phase, self.placement.derived, set(self.sums), self.placement.cost)
         return phase
 
     @cached_property

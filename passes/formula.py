@@ -94,7 +94,7 @@ class OpFormulas:
         derived = derive(op.rule, strategy, self.costs.mesh)
         op = costs.sized(op)
         seconds, moved = costs.op(op, strategy, derived)
-        lasting = timeline(self.graph, self.again).lasting
+        lasting = timeline(self.graph, self.costs.link, self.again).lasting
         return _Costed(
             symbols,
             {

@@ -16,9 +16,6 @@ from stpart_compiler.passes.quotient import quotient
 from stpart_compiler.passes.rules.registry import draws
 from stpart_compiler.passes.strategies import is_contraction
 
-WAIT_AFTER = 2
-"""Heavy ops that run beside the transfer of a phase's result before it is waited for."""
-
 Use = tuple[int, int]
 """Op class and operand; (-1, class of parameters or -1) for a result of the step."""
 

@@ -49,7 +49,7 @@ class TrySets:
     def at(self, again: frozenset[str]) -> Tried:
         """`again`: names of ops of forward."""
         if again not in self.known:
-            way = course(self.space.graph, again)
+            way = course(self.space.graph, self.space.costs.link, again)
             ran = {op.klass for op in way.ops[way.backward :] if op.name in again}
             self.known[again] = Tried(again, self._peak(way), self.seconds + self._more(ran))
         return self.known[again]

@@ -21,7 +21,7 @@ def plan_rows(space: Space, problem: Problem, choice: Assignment) -> list[PlanRo
     """What an assignment does and costs, per op class."""
     relayout = _relayout_seconds(problem, choice)
     at_points = problem.memory.at_points(choice)
-    lasting = timeline(space.graph, problem.again).lasting
+    lasting = timeline(space.graph, space.costs.link, problem.again).lasting
     rows = []
     for klass, choices in enumerate(space.choices):
         index, strategy = strategy_of(space, choice, klass)

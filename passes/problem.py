@@ -67,7 +67,7 @@ class Problem:
     @cached_property
     def memory(self) -> Memory:
         """What is held at each point that can be the peak. Made when first asked for."""
-        lines = timeline(self.space.graph, self.again)
+        lines = timeline(self.space.graph, self.space.costs.link, self.again)
         return Memory.of(self.space, lines, self.roots, self.prices, self.options.optimizer)
 
     def local(self, root: int) -> Local:

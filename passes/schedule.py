@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from stpart_compiler.cost_models.communication import LinkCost
 from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.ir.layout import Layout, replicated
 from stpart_compiler.ir.spacetime import Derived
-from stpart_compiler.passes.order import NOTHING_AGAIN, WAIT_AFTER, Orders, is_heavy, orders, views_of
+from stpart_compiler.passes.ahead import Ahead
+from stpart_compiler.passes.order import NOTHING_AGAIN, Orders, orders, views_of
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 
 Need = tuple[ValueKey, Layout]
@@ -52,7 +54,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class MakeSchedule:
-    """placement -> phases."""
+    """placement -> phases. `cost`: of the cluster and mesh on which transfers are to run beside compute."""
+
+    cost: LinkCost
 
     def apply(
         self,
@@ -70,7 +74,7 @@ class MakeSchedule:
         saved = _saved(graph, order, [*_reads(order.backward, derived), *grads], layout, derived)
         first = Phase("forward", order.forward, [], [*outputs, *saved], views=views)
         first.inputs = [(key, layout(key)) for key in _used(graph, order.forward, first.outputs, rest, views)]
-        plan_transfers(graph, first, derived, rest)
+        plan_transfers(graph, first, derived, rest, self.cost)
         if not order.training:
             return Schedule(first, None, [])
         second = Phase("backward", order.backward, [], grads, views=views, layout=dict(saved))
@@ -78,7 +82,7 @@ class MakeSchedule:
         tangents = {name for _, name in graph.captured.tangents}
         second.inputs = [*saved, *((key, layout(key)) for key in used if key[0] not in tangents)]
         second.inputs += [((name, 0), layout((name, 0))) for _, name in graph.captured.tangents]
-        plan_transfers(graph, second, derived, rest | {key for key, _ in saved})
+        plan_transfers(graph, second, derived, rest | {key for key, _ in saved}, self.cost)
         return Schedule(first, second, saved)
 
 
@@ -135,31 +139,27 @@ def _used(
 
 
 def plan_transfers(
-    graph: Annotated, phase: Phase, derived: Callable[[OpNode], Derived], rest: AbstractSet[ValueKey]
+    graph: Annotated,
+    phase: Phase,
+    derived: Callable[[OpNode], Derived],
+    rest: AbstractSet[ValueKey],
+    cost: LinkCost,
 ) -> None:
-    """Made values move on at once; resting ones (and views of them) one heavy op before their first use.
-
-    Results of the phase are waited for a few heavy ops after they are made, so that no more of them are under way.
-    """
+    """Made values move on at once; resting ones (and views of them) start, and results end, as `Ahead` says."""
     lazy = views_of(graph, rest)
     phase.ops = [op for op in phase.ops if op.name not in lazy]
-    ahead: list[str] = []
+    ahead = Ahead(graph, phase.ops, cost)
     given: dict[str, list[Need]] = {}
     for key, layout in phase.outputs:
         if key not in rest and key[0] not in lazy:
             phase.wanted.setdefault(key, []).append(layout)
             given.setdefault(key[0], []).append((key, layout))
-    under_way: list[tuple[int, Need]] = []
-    for op in phase.ops:
-        begin = ahead[-1] if ahead else op.name
+    for t, (op, begin) in enumerate(zip(phase.ops, ahead.begins(), strict=True)):
         for key, port in zip(op.operands, derived(op).inputs, strict=True):
             if key in rest or key[0] in lazy:
-                phase.starts.setdefault(begin, []).append((key, port.layout))
+                phase.starts.setdefault(phase.ops[begin].name, []).append((key, port.layout))
             else:
                 phase.wanted.setdefault(key, []).append(port.layout)
-        if is_heavy(op):
-            ahead.append(op.name)
-            done = [need for number, need in under_way if number + WAIT_AFTER <= len(ahead)]
-            phase.ends[op.name] = done
-            under_way = [(number, need) for number, need in under_way if number + WAIT_AFTER > len(ahead)]
-        under_way += [(len(ahead), need) for need in given.get(op.name, ())]
+        end = ahead.end(t) if op.name in given else None
+        if end is not None:
+            phase.ends.setdefault(phase.ops[end].name, []).extend(given[op.name])

@@ -20,8 +20,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from stpart_compiler.cost_models.communication import LinkCost
 from stpart_compiler.cost_models.compute import is_view
-from stpart_compiler.passes.order import NOTHING_AGAIN, WAIT_AFTER, Orders, Use, is_heavy, orders, use_of_grad
+from stpart_compiler.passes.ahead import Ahead
+from stpart_compiler.passes.order import NOTHING_AGAIN, Orders, Use, is_heavy, orders, use_of_grad
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Producer, producer_of, quotient
 
@@ -77,9 +79,12 @@ class Timeline:
 
 
 @lru_cache(maxsize=8)
-def timeline(graph: Annotated, again: frozenset[str] = NOTHING_AGAIN) -> Timeline:
-    """The points of a step that can be its peak, and what is held there. `again`: as in `orders`."""
-    forward, backward, spans = _walked(graph, again)
+def timeline(graph: Annotated, cost: LinkCost, again: frozenset[str] = NOTHING_AGAIN) -> Timeline:
+    """The points of a step that can be its peak, and what is held there.
+
+    `cost`: of the cluster and mesh, as for the schedule; `again`: as in `orders`.
+    """
+    forward, backward, spans = _walked(graph, cost, again)
     return _folded(graph, [*forward, *backward], spans)
 
 
@@ -102,9 +107,9 @@ class Course:
         return _counts(self.spans[key], 2 * len(self.ops))
 
 
-def course(graph: Annotated, again: frozenset[str] = NOTHING_AGAIN) -> Course:
+def course(graph: Annotated, cost: LinkCost, again: frozenset[str] = NOTHING_AGAIN) -> Course:
     """As `timeline`, without leaving any position out."""
-    forward, backward, spans = _walked(graph, again)
+    forward, backward, spans = _walked(graph, cost, again)
     values = {producer: graph.values[key] for producer, key in spans.value.items()}
     return Course([*forward, *backward], len(forward), spans.found, values, frozenset(spans.lasting))
 
@@ -115,11 +120,11 @@ def shares(graph: Annotated, key: ValueKey) -> bool:
     return op is None or is_view(op.call.target)
 
 
-def _walked(graph: Annotated, again: frozenset[str]) -> tuple[list[OpNode], list[OpNode], _Spans]:
+def _walked(graph: Annotated, cost: LinkCost, again: frozenset[str]) -> tuple[list[OpNode], list[OpNode], _Spans]:
     """The ops of forward and backward, and where each value is held."""
     order = orders(graph, again)
     spans = _Spans(graph)
-    forward = _Walk(graph, order.forward, order.resting, 0)
+    forward = _Walk(graph, order.forward, cost, order.resting, 0)
     end = 2 * len(order.forward)
     for key in order.results:
         forward.give(key, (-1, -1))
@@ -127,7 +132,7 @@ def _walked(graph: Annotated, again: frozenset[str]) -> tuple[list[OpNode], list
         forward.keep(key)
     forward.run(spans)
     if order.training:
-        backward = _Walk(graph, order.backward, order.resting | set(order.saved), end)
+        backward = _Walk(graph, order.backward, cost, order.resting | set(order.saved), end)
         for key, param in order.grads:
             backward.give(key, use_of_grad(graph, param))
         backward.run(spans)
@@ -177,7 +182,9 @@ class _Walk:
     Position 2t + offset is op t running, the next one is after it.
     """
 
-    def __init__(self, graph: Annotated, ops: list[OpNode], resting: AbstractSet[ValueKey], offset: int) -> None:
+    def __init__(
+        self, graph: Annotated, ops: list[OpNode], cost: LinkCost, resting: AbstractSet[ValueKey], offset: int
+    ) -> None:
         self.graph = graph
         self.ops = ops
         self.resting = resting
@@ -186,15 +193,14 @@ class _Walk:
         self.place = {op.name: t for t, op in enumerate(ops)}
         self.reads: dict[ValueKey, dict[Use, _Reads]] = {}
         self.last: dict[ValueKey, int] = {}
-        self.heavy = [t for t, op in enumerate(ops) if is_heavy(op)]
+        self.ahead = Ahead(graph, ops, cost)
         self.kept: set[ValueKey] = set()
 
     def give(self, key: ValueKey, use: Use) -> None:
-        """A result of the phase: its transfer has ended a few heavy ops after it was made."""
+        """A result of the phase: its transfer ends some heavy ops after it was made."""
         made = self.place.get(key[0], 0)
-        after = [t for t in self.heavy if t > made][:WAIT_AFTER]
-        waited = 2 * after[-1] if len(after) == WAIT_AFTER else self.end
-        self._touch(key, use, 2 * made, waited, self.end)
+        waited = self.ahead.end(made)
+        self._touch(key, use, 2 * made, self.end if waited is None else 2 * waited, self.end)
 
     def keep(self, key: ValueKey) -> None:
         """A value that the next phase reads."""
@@ -202,7 +208,7 @@ class _Walk:
         self.last[key] = self.end
 
     def run(self, spans: _Spans) -> None:
-        begins = self._begins()
+        begins = self.ahead.begins()
         for t in reversed(range(len(self.ops))):
             op = self.ops[t]
             ends = [2 * t, *(self.last.get((op.name, r), 0) for r in range(len(op.call.results)))]
@@ -210,19 +216,11 @@ class _Walk:
             for port, key in enumerate(op.operands):
                 if self.last.get(key, 0) > last:
                     spans.lasting.add((op.klass, port))
-                self._touch(key, (op.klass, port), begins[t], 2 * t, last)
+                self._touch(key, (op.klass, port), 2 * begins[t], 2 * t, last)
         for key, uses in self.reads.items():
             self._note(spans, key, uses)
         for op in self.ops:
             self._note_made(spans, op)
-
-    def _begins(self) -> list[int]:
-        """Per op, where fetches of resting values for it begin: one heavy op ahead."""
-        found, ahead = [], None
-        for t, op in enumerate(self.ops):
-            found.append(2 * t if ahead is None else 2 * ahead)
-            ahead = t if is_heavy(op) else ahead
-        return found
 
     def _touch(self, key: ValueKey, use: Use, start: int, first: int, last: int) -> None:
         """A read of a value; one of a view that is made for it reads what is behind it as well."""

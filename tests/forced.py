@@ -61,7 +61,7 @@ def programs(
     layouts = {(info.node, 0): replicated(info.info.shape) for info in step.captured.params if info.node is not None}
     cost = Costs(load_cluster(None), mesh).link
     placement = Placement(graph, mesh, strategies, layouts, cost)
-    schedule = MakeSchedule().apply(graph, placement.derived, placement.layout, again)
+    schedule = MakeSchedule(placement.cost).apply(graph, placement.derived, placement.layout, again)
     pairs = []
     for rank in range(mesh.world_size):
         forward, backward = Codegen(torch.device("cpu")).apply(placement, schedule, rank)

@@ -62,7 +62,7 @@ def dump_annotated(graph: Annotated, placement: Placement) -> str:
     First the parameters, buffers and inputs with the layouts in which they rest, then forward, then backward, each with
     what it returns.
     """
-    schedule = MakeSchedule().apply(graph, placement.derived, placement.layout)
+    schedule = MakeSchedule(placement.cost).apply(graph, placement.derived, placement.layout)
     lines = [f"mesh {placement.mesh}", "", "at rest:"]
     lines += [_resting_line(graph, key, placement) for key, info in graph.values.items() if info.kind != "op"]
     for phase in (schedule.forward, schedule.backward):
@@ -259,7 +259,7 @@ def to_dot(graph: Annotated, placement: Placement) -> str:
 
     Edges with a re-layout are red and labelled with it.
     """
-    schedule = MakeSchedule().apply(graph, placement.derived, placement.layout)
+    schedule = MakeSchedule(placement.cost).apply(graph, placement.derived, placement.layout)
     saved = dict(schedule.saved)
     lines = ["digraph plan {", "  rankdir=TB;", '  node [shape=box, style="filled", fontname="monospace", fontsize=9];']
     lines += [_resting_node(graph, placement, key) for key, info in graph.values.items() if info.kind != "op"]

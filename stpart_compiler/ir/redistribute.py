@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from stpart_compiler.ir.layout import Atom, Layout
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.placement import Box, Cuts, Pair, PairAtom, Placed, Tables, is_windowed, tables
-from stpart_compiler.ir.relayout import Flow, Groups, Leg, Sizes, Traffic, find_flow, find_leg
+from stpart_compiler.ir.relayout import Flow, Groups, Leg, Reach, Sizes, Traffic, find_flow, find_leg
 
 FEWER_STEPS = 1.1
 """How much dearer a path of fewer steps that moves no more may be: only the first step runs beside compute."""
@@ -30,9 +30,12 @@ class StepCost(Protocol):
     """Seconds of a communication; hashable.
 
     kind: "exchange" or a collective. nbytes: what the busiest rank sends or receives, the larger. messages: how many.
+    mean: what a rank sends on average.
     """
 
-    def __call__(self, kind: str, group_size: int, nbytes: float, axes: tuple[str, ...], messages: int, /) -> float: ...
+    def __call__(
+        self, kind: str, group_size: int, nbytes: float, axes: tuple[str, ...], messages: int, mean: float, /
+    ) -> float: ...
 
     def __hash__(self) -> int: ...
 
@@ -44,7 +47,9 @@ class PlainCost:
     latency: float = 10e-6
     bandwidth: float = 10e9
 
-    def __call__(self, kind: str, group_size: int, nbytes: float, axes: tuple[str, ...], messages: int) -> float:
+    def __call__(
+        self, kind: str, group_size: int, nbytes: float, axes: tuple[str, ...], messages: int, mean: float
+    ) -> float:
         return messages * self.latency + nbytes / self.bandwidth
 
 
@@ -72,7 +77,9 @@ class Redistribution:
     steps: tuple[Step, ...]
 
 
-Charge = tuple[str, int, float, tuple[str, ...], int]  # arguments of a cost, with elements for bytes
+Charge = tuple[str, int, float, tuple[str, ...], int, float]  # arguments of a cost, with elements for bytes
+Charges = tuple[Charge, ...]
+"""Of one leg, side by side: what goes over each kind of link. The slowest is what it takes."""
 
 
 class _Path(NamedTuple):
@@ -83,7 +90,7 @@ class _Path(NamedTuple):
 
     stops: tuple[Placed, ...]
     legs: tuple[Leg, ...]
-    charges: tuple[Charge, ...]
+    charges: tuple[Charges, ...]
 
 
 class _Pattern(NamedTuple):
@@ -199,8 +206,8 @@ def _joined(source: Layout, middle: Layout, target: Layout, mesh: Mesh, cost: St
 
 
 def _steps_seconds(plan: Redistribution, mesh: Mesh, cost: StepCost | None) -> float:
-    charges = [_charge(step_traffic(step, mesh), 1) for step in plan.steps]
-    return _seconds([charge for charge in charges if charge[-1]], PLAN_ITEMSIZE, cost or PlainCost())
+    charges = [_charges(step_traffic(step, mesh), 1) for step in plan.steps]
+    return _seconds([charge for charge in charges if charge[-1][4]], PLAN_ITEMSIZE, cost or PlainCost())
 
 
 def _detours(table: Tables, source: Layout, target: Layout) -> list[Layout]:
@@ -255,7 +262,7 @@ def _cheapest(table: Tables, pattern: _Pattern, scale: int, cost: StepCost) -> t
         return _seconds(paths[0].charges, scale * PLAN_ITEMSIZE, cost), paths[0]
     seconds = [_seconds(path.charges, scale * PLAN_ITEMSIZE, cost) for path in paths]
     least = min(seconds)
-    moved = [sum(charge[2] for charge in path.charges) for path in paths]
+    moved = [sum(charges[-1][2] for charges in path.charges) for path in paths]
     most = moved[seconds.index(least)]
     best = next(i for i, price in enumerate(seconds) if price <= FEWER_STEPS * least and moved[i] <= most)
     return seconds[best], paths[best]
@@ -263,22 +270,29 @@ def _cheapest(table: Tables, pattern: _Pattern, scale: int, cost: StepCost) -> t
 
 def _distinct(paths: Iterator[_Path]) -> tuple[_Path, ...]:
     """One path of each set of charges, fewest legs first; one that costs nothing leaves no other to try."""
-    kept: dict[tuple[Charge, ...], _Path] = {}
+    kept: dict[tuple[Charges, ...], _Path] = {}
     for path in sorted(paths, key=lambda path: len(path.legs)):
         kept.setdefault(tuple(sorted(path.charges)), path)
     return (kept[()],) if () in kept else tuple(kept.values())
 
 
-def _charge(traffic: Traffic, scale: int) -> Charge:
+def _charges(traffic: Traffic, scale: int) -> Charges:
+    """Those of messages that go as far as some axis take in those that go farther: two axes may be one kind of link."""
     kind = "exchange" if traffic.kind == "reduce_exchange" else traffic.kind
-    return kind, traffic.group_size, traffic.elements * scale, traffic.axes, traffic.messages
+    parts = traffic.reaches or (Reach(traffic.axes, traffic.elements, traffic.elements, traffic.messages),)
+    return tuple(
+        (kind, traffic.group_size, part.elements * scale, part.axes, part.messages, part.mean * scale) for part in parts
+    )
 
 
-def _seconds(charges: Iterable[Charge], scale: int, cost: StepCost) -> float:
+def _seconds(legs: Iterable[Charges], scale: int, cost: StepCost) -> float:
     """`scale`: bytes for each element of the charges."""
     total = 0.0
-    for kind, group_size, elements, axes, messages in charges:
-        total += cost(kind, group_size, elements * scale, axes, messages)
+    for charges in legs:
+        total += max(
+            cost(kind, n, elements * scale, axes, messages, mean * scale)
+            for kind, n, elements, axes, messages, mean in charges
+        )
     return total
 
 
@@ -331,7 +345,7 @@ def _path(table: Tables, sizes: Sizes, stops: tuple[Placed, ...], combine: str) 
         kept.append(stop)
         legs.append(leg)
         if leg.traffic.messages:
-            charges.append(_charge(leg.traffic, scale))
+            charges.append(_charges(leg.traffic, scale))
     return _Path(tuple(kept), tuple(legs), tuple(charges))
 
 

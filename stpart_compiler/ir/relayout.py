@@ -7,8 +7,9 @@ from block coordinates, not from mesh axes, so skewed forms have them too. All e
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from stpart_compiler.ir.placement import Box, Piece, Placed, Tables, extent, inside, is_windowed, volume
@@ -18,11 +19,26 @@ Groups = tuple[tuple[int, ...], ...]
 Sizes = tuple[int, ...]
 
 
+class Reach(NamedTuple):
+    """Of the messages of a step those that go as far as some axis, counted from the outermost, or farther.
+
+    `axes`: along which those cross that go just so far. `elements`: of the busiest rank, the larger of sent and
+    received; `mean`: on average of the ranks that differ in axes farther inside alone, where that is most. `messages`:
+    how many the busiest rank sends or receives.
+    """
+
+    axes: tuple[str, ...]
+    elements: float
+    mean: float
+    messages: int
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What a step moves. `sent`, `received`: elements of the busiest rank; `messages`: how many it sends or receives.
 
-    `axes`: mesh axes along which data crosses. All zero for a local step.
+    `axes`: mesh axes along which data crosses. `reaches`: where every rank sends for itself, the farthest first, so
+    that what crosses a slow link is told apart from all that is sent. All zero for a local step.
     """
 
     kind: str
@@ -31,6 +47,7 @@ class Traffic:
     received: float = 0.0
     axes: tuple[str, ...] = ()
     messages: int = 0
+    reaches: tuple[Reach, ...] = ()
 
     @property
     def elements(self) -> float:
@@ -221,7 +238,10 @@ def _all_to_all(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg | None
         groups += [tuple(sorted(group, key=lambda rank: here[rank])) for group in matched]
     if len({len(group) for group in groups}) != 1 or any(not _ascending(group, there) for group in groups):
         return None
-    return _collective(table, "all_to_all", groups, lambda rank, n: (n - 1) * volume(here[rank]) / n)
+    leg = _collective(table, "all_to_all", groups, lambda rank, n: (n - 1) * volume(here[rank]) / n)
+    part = volume(here[0]) / len(groups[0])
+    pairs = ((one, two, part) for group in groups for one, two in itertools.permutations(group, 2))
+    return leg._replace(traffic=replace(leg.traffic, reaches=_reaches(table, pairs)))
 
 
 def _ascending(group: tuple[int, ...], boxes: tuple[Box, ...]) -> bool:
@@ -265,20 +285,37 @@ def _perfect_matching(left: _Table) -> dict[Box, object] | None:
 
 def _pieces_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed, kind: str) -> Leg:
     gives = find_flow(table, sizes, a, b).gives
-    received, taken = [0] * len(table.ranks), [0] * len(table.ranks)
-    sent = 0
+    messages = [(rank, peer, volume(part)) for rank, given in enumerate(gives) for peer, part in given]
+    sent, received = ([0] * len(table.ranks) for _ in range(2))
     apart = 0
-    for rank, messages in enumerate(gives):
-        given = 0
-        for peer, part in messages:
-            size = volume(part)
-            given += size
-            received[peer] += size
-            taken[peer] += 1
-            apart |= table.apart(rank, peer)
-        sent = max(sent, given)
-    traffic = Traffic(kind, 2, sent, max(received), table.axes(apart), max(*taken, *map(len, gives)))
-    return Leg(kind, (), traffic)
+    for rank, peer, size in messages:
+        sent[rank] += size
+        received[peer] += size
+        apart |= table.apart(rank, peer)
+    reaches = _reaches(table, messages)
+    most = reaches[-1].messages if reaches else 0
+    return Leg(kind, (), Traffic(kind, 2, max(sent), max(received), table.axes(apart), most, reaches))
+
+
+def _reaches(table: Tables, messages: Iterable[tuple[int, int, float]]) -> tuple[Reach, ...]:
+    """Of messages (sender, receiver, elements)."""
+    by_reach: dict[int, list[tuple[int, int, float]]] = {}
+    for message in messages:
+        by_reach.setdefault(table.apart(*message[:2]).bit_length(), []).append(message)
+    ends = [[0.0] * len(table.ranks) for _ in range(2)]
+    counts = [[0] * len(table.ranks) for _ in range(2)]
+    found = []
+    for reach in sorted(by_reach, reverse=True):
+        apart = 0
+        for one, two, size in by_reach[reach]:
+            apart |= table.apart(one, two)
+            for side, rank in enumerate((one, two)):
+                ends[side][rank] += size
+                counts[side][rank] += 1
+        unit = math.prod(table.mesh.sizes[len(table.mesh.sizes) - reach + 1 :])
+        mean = max(sum(side[at : at + unit]) for side in ends for at in range(0, len(table.ranks), unit)) / unit
+        found.append(Reach(table.axes(apart), max(map(max, ends)), mean, max(map(max, counts))))
+    return tuple(found)
 
 
 def find_flow(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Flow:

@@ -1,0 +1,109 @@
+"""How far ahead of its use a transfer starts, and how long it may run: for links and products to be busy together.
+
+The transfers of a phase run one after another, in the order in which they are needed. So of resting values the fetch
+for the last product begins as long before it as it takes, but at least one product ahead; the one before it begins so
+early that it is over when its own product runs and when the next fetch begins. A fetch is taken to be that of a whole
+parameter from all ranks, and to take no longer than the product that it is for: what takes longer cannot be hidden, and
+would be held in vain. A result of a phase, such as a gradient, is waited for when at least `WAIT_AFTER` products have
+run since, with as much work as the one that made it.
+
+All of this follows from the order of the ops, the cluster and the mesh, not from placements, so that memory can be
+counted once per graph.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+from stpart_compiler.cost_models.communication import LinkCost
+from stpart_compiler.cost_models.compute import computed, flops
+from stpart_compiler.ir.layout import Atom, Layout, form, replicated
+from stpart_compiler.ir.redistribute import redistribution_cost
+from stpart_compiler.passes.order import is_heavy, views_of
+from stpart_compiler.passes.propagate import Annotated, OpNode
+from stpart_compiler.passes.rules.region import Region
+from stpart_compiler.passes.rules.registry import OpCall
+
+WAIT_AFTER = 2
+"""Heavy ops at least before the second of which the transfer of a phase's result is waited for."""
+
+SAMPLE = 1 << 24
+"""Bytes per rank of the tensor whose gathering is priced."""
+
+Picoseconds = int
+
+
+class Ahead:
+    """The heavy ops of a phase, whose ops are `ops`: when they run, and how long their parameters take to come.
+
+    Times are sums of exact numbers, so that layers which are alike get positions which are alike.
+    """
+
+    def __init__(self, graph: Annotated, ops: Sequence[OpNode], cost: LinkCost) -> None:
+        self._ops = ops
+        self._heavy = [t for t, op in enumerate(ops) if is_heavy(op)]
+        times: dict[int, tuple[Picoseconds, Picoseconds]] = {}
+        for t in self._heavy:
+            if ops[t].klass not in times:
+                times[ops[t].klass] = _times(graph, ops[t], cost)
+        self._work = [times[ops[t].klass][0] for t in self._heavy]
+        self._fetch = [min(times[ops[t].klass]) for t in self._heavy]
+        self._before = [0, *accumulate(self._work)]
+
+    def begins(self) -> list[int]:
+        """Per op, the op before which fetches of resting values for it begin: itself where no heavy op is before it."""
+        found = list(range(len(self._ops)))
+        start = self._before[-1]
+        for t in reversed(range(len(found))):
+            number = bisect_left(self._heavy, t)
+            start = min(start, self._before[number])
+            if number < len(self._heavy) and self._heavy[number] == t:
+                start -= self._fetch[number]
+            if number:
+                first = max(bisect_right(self._before, start) - 1, 0)
+                found[t] = self._heavy[min(first, number - 1)]
+        return found
+
+    def end(self, t: int) -> int | None:
+        """The heavy op before which a result of the phase is waited for that op t makes; None: the end of the phase."""
+        number = bisect_right(self._heavy, t)
+        own = self._work[number - 1] if number else 0
+        last = max(number + WAIT_AFTER - 1, bisect_left(self._before, self._before[number] + own))
+        return self._heavy[last] if last < len(self._heavy) else None
+
+
+def _times(graph: Annotated, op: OpNode, cost: LinkCost) -> tuple[Picoseconds, Picoseconds]:
+    """Of a heavy op whose work all ranks share, and of gathering the parameters that it reads."""
+    device = cost.cluster.device
+    compute = device.matmul_seconds(_work(op.call) / cost.mesh.world_size, op.call.operands[0].dtype)
+    own = _parameters(graph)
+    read = sum(graph.values[key].numel * graph.values[key].dtype.itemsize for key in op.operands if key[0] in own)
+    return round(1e12 * compute), round(1e12 * read * _gathering(cost))
+
+
+def _work(call: OpCall) -> float:
+    """FLOPs of an op as a whole."""
+    if isinstance(call.target, Region):
+        return sum(_work(inner.call) for inner in call.target.body)
+    ins = [operand.shape for operand in call.operands]
+    outs = [result.shape for result in call.results if result is not None]
+    return flops(call, ins, outs) * computed(call, ins).share
+
+
+@lru_cache(maxsize=4)
+def _parameters(graph: Annotated) -> frozenset[str]:
+    """Names of parameters and of views of them."""
+    keys = {key for key, info in graph.values.items() if info.kind == "param"}
+    return views_of(graph, keys) | {name for name, _ in keys}
+
+
+@lru_cache(maxsize=64)
+def _gathering(cost: LinkCost) -> float:
+    """Seconds a byte to bring a tensor to every rank of which each has a part."""
+    size = SAMPLE * cost.mesh.world_size
+    parts = tuple(form(n, **{axis: 1}) for axis, n in cost.mesh.size.items() if n > 1)
+    spread = Layout(((Atom(size, parts),),))
+    return redistribution_cost(spread, replicated((size,)), cost.mesh, 1, cost) / size if parts else 0.0
