@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from importlib import resources
 from itertools import pairwise
@@ -23,7 +23,7 @@ from stpart_compiler.ir.mesh import Mesh
 Curve = tuple[tuple[float, float], ...]
 
 _GENERIC = {"cpu": "cpu-gloo", "cuda": "gpu-generic"}
-SOURCED = ("memory", "peak_flops", "memory_bandwidth", "launch_overhead", "matmul_efficiency", "links")
+SOURCED = ("memory", "peak_flops", "memory_bandwidth", "launch_overhead", "matmul_efficiency", "links", "hidden")
 """What a cluster file may name the source of: vendor's figure, measured, fitted (and to what), or assumed."""
 
 _FALLBACK_DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -121,11 +121,32 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """Parts, 0 to 1, of the time that transfers run beside compute which cost a rank nothing.
+
+    The rest is what the two take from each other: cores, memory bandwidth, the bus. `exchanges`: of the messages of
+    temporal loops; `collectives`: of collectives and all else that a re-layout sends. 0: as if one waited for the
+    other.
+
+    Raises:
+        ValueError: a part is not between 0 and 1.
+    """
+
+    exchanges: float = 1.0
+    collectives: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("exchanges", "collectives"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"hidden: {name} is {getattr(self, name)}; expected a part between 0 and 1")
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Equal devices and their links: `levels` from innermost outwards, each (ranks joined, link).
 
     Ranks i and j are joined by the first level with i // ranks == j // ranks. `ranks` None: any number (outermost).
-    `sources`: where figures come from, by their names in `SOURCED`.
+    `sources`: where figures come from, by their names in `SOURCED`. `hidden`: what transfers beside compute cost.
 
     Raises:
         ValueError: there is no level, or a level does not hold a whole number of groups of the level inside it.
@@ -135,6 +156,7 @@ class Cluster:
     device: Device
     levels: tuple[tuple[int | None, Link], ...]
     sources: tuple[tuple[str, str], ...] = ()
+    hidden: Hidden = Hidden()
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -282,12 +304,21 @@ def parse_cluster(text: str, source: str) -> Cluster:
     device = root.table("device")
     levels = tuple((level.optional_integer("ranks"), _link(level)) for level in root.tables("links"))
     sources = root.optional_table("sources").strings()
+    hidden = root.optional_table("hidden").numbers()
     try:
-        cluster = Cluster(root.string("name"), _device(device), levels, sources)
+        cluster = Cluster(root.string("name"), _device(device), levels, sources, _hidden(dict(hidden), source))
     except ValueError as error:
         raise ValueError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
     root.check_no_more()
     return cluster
+
+
+def _hidden(parts: dict[str, float], source: str) -> Hidden:
+    known = [field.name for field in fields(Hidden)]
+    for name in parts:
+        if name not in known:
+            raise ValueError(f"{source}: key 'hidden.{name}' is unknown; known: {', '.join(known)}")
+    return Hidden(**parts)
 
 
 def _device(table: Table) -> Device:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
-from stpart_compiler.cost_models.cluster import Cluster, Link
+from stpart_compiler.cost_models.cluster import Cluster, Hidden, Link
 
 
 def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
@@ -19,6 +20,9 @@ def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
     lines += [f"{dtype} = {rate!r}" for dtype, rate in device.peak_flops]
     for ranks, link in cluster.levels:
         lines += ["", "[[links]]", *_link(ranks, link)]
+    if cluster.hidden != Hidden():
+        parts = (f"{field.name} = {getattr(cluster.hidden, field.name)!r}" for field in fields(Hidden))
+        lines += ["", "[hidden]", *parts]
     if cluster.sources:
         lines += ["", "[sources]", *(f"{name} = {_quoted(source)}" for name, source in cluster.sources)]
     return "\n".join(lines) + "\n"

@@ -68,16 +68,24 @@ def temporal_seconds(
     messages: int = 1,
     odd: Sequence[float] = (),
     last: float | None = None,
+    hidden: float = 1.0,
 ) -> float:
     """Seconds of a temporal loop: each step computes while the next step's blocks travel; the last one only computes.
 
     `step_compute`: seconds a step. `step_bytes`: bytes that a rank sends, and receives, between two steps, in
     `messages` messages each way (one per moving tensor). `odd`: seconds of steps before the last that take other than
-    `step_compute`; `last`: of the last, where it does.
+    `step_compute`; `last`: of the last, where it does. `hidden`: the part of the time both run that costs nothing.
     """
     transfer = exchange_seconds(step_bytes, link, messages) if step_bytes else 0.0
-    usual = (steps - 1 - len(odd)) * max(step_compute, transfer)
-    return usual + sum(max(seconds, transfer) for seconds in odd) + (step_compute if last is None else last)
+    usual = (steps - 1 - len(odd)) * _beside(step_compute, transfer, hidden)
+    late = sum(_beside(seconds, transfer, hidden) for seconds in odd)
+    return usual + late + (step_compute if last is None else last)
+
+
+def _beside(compute: float, transfer: float, hidden: float) -> float:
+    """Seconds of both at once."""
+    longer = max(compute, transfer)
+    return longer if hidden == 1.0 else longer + (1 - hidden) * min(compute, transfer)
 
 
 @dataclass(frozen=True)

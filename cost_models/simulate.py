@@ -2,10 +2,10 @@
 
 Each rank runs its instructions one after another. Compute takes the time of the cost model on the shapes of that rank.
 A transfer starts once both of its ends, or all members of its collective, have come to it; it does not hold up its
-ranks until they wait for it. Collectives are rings: each member sends to the next what `communication.traffic` says;
-in an all-to-all each sends to all others. On accelerators, whose collective library keeps one queue per group of ranks,
-a rank's exchanges of one channel follow one another, and so do its collectives in one group. Backward starts on a rank
-when its forward is done.
+ranks until they wait for it, but for what it takes from the compute beside it (`Hidden`). Collectives are rings: each
+member sends to the next what `communication.traffic` says; in an all-to-all each sends to all others. On accelerators,
+whose collective library keeps one queue per group of ranks, a rank's exchanges of one channel follow one another, and
+so do its collectives in one group. Backward starts on a rank when its forward is done.
 
 The same programs on the same cluster always give the same times.
 """
@@ -59,14 +59,19 @@ def simulate(steps: Sequence[Sequence[StepPhase]], cluster: Cluster) -> Simulati
 class _End:
     """One rank's end of a message, or its part in a collective, between start and wait.
 
-    `finish_seconds`: what the rank still computes once it has waited.
+    `finish_seconds`: what the rank still computes once it has waited. `began`, `done_at`: when it was under way.
     """
 
     rank: _Rank
     instr: Instr
     nbytes: float
     finish_seconds: float = 0.0
+    began: float = 0.0
     done_at: float | None = None
+
+    @property
+    def is_of_a_loop(self) -> bool:
+        return self.instr.kind == "exchange" and self.instr.origin.step is not None
 
 
 @dataclass(eq=False)
@@ -93,6 +98,8 @@ class _Rank:
     starts: list[list[float]] = field(default_factory=list)
     open: dict[tuple[int, int], list[_End]] = field(default_factory=dict)
     awaited: int = 0  # ends that the wait it stands at is for and that are not done
+    computed: list[tuple[float, float]] = field(default_factory=list)
+    disturbed_until: float = 0.0  # what transfers cost the compute beside them is paid up to then
 
     def current(self) -> Instr | None:
         """The next instruction, in the next phase where this one is done; None at the end of the step."""
@@ -103,7 +110,20 @@ class _Rank:
     def compute(self, instr: Instr, seconds: float) -> None:
         if seconds > 0:
             self.intervals.append(Interval(self.clock, self.clock + seconds, COMPUTE, instr))
+            self.computed.append((self.clock, self.clock + seconds))
             self.clock += seconds
+
+    def disturbed(self, end: _End, hidden: float) -> float:
+        """Seconds that compute beside a transfer lost to it."""
+        if hidden == 1.0 or end.done_at is None:
+            return 0.0
+        start, self.disturbed_until = max(end.began, self.disturbed_until), max(end.done_at, self.disturbed_until)
+        beside = 0.0
+        for low, high in reversed(self.computed):
+            if high <= start:
+                break
+            beside += max(0.0, min(high, end.done_at) - max(low, start))
+        return (1 - hidden) * beside
 
     def ends_of(self, instr: Instr) -> list[_End]:
         """What a wait is for."""
@@ -178,11 +198,20 @@ class _Simulation:
             started = next(end.instr for end in ends if end.done_at == done)
             rank.intervals.append(Interval(rank.clock, done, WAIT, started))
             rank.clock = done
+        self._disturb(rank, instr, ends)
         for end in ends:
             rank.compute(end.instr, end.finish_seconds)
         for tag in instr.tags:
             rank.open.pop((instr.channel, tag), None)
         return True
+
+    def _disturb(self, rank: _Rank, instr: Instr, ends: list[_End]) -> None:
+        """The rank is late by what transfers and the compute beside them took from each other."""
+        hidden = self.cluster.hidden
+        lost = sum(rank.disturbed(end, hidden.exchanges if end.is_of_a_loop else hidden.collectives) for end in ends)
+        if lost:
+            rank.intervals.append(Interval(rank.clock, rank.clock + lost, WAIT, ends[0].instr))
+            rank.clock += lost
 
     def _message_ends(self, rank: _Rank, instr: Instr) -> list[tuple[int, _End]]:
         """Per message that moves bytes, its tag and this rank's end of it: the sends first."""
@@ -243,6 +272,7 @@ class _Simulation:
         def done(then: float, flow: Flow) -> None:
             for owner, each in both:
                 kind, peer = (SEND, key[1]) if each.rank.number == key[0] else (RECV, key[0])
+                each.began = now
                 each.rank.intervals.append(Interval(now, then, kind, each.instr, (peer,), each.nbytes))
                 self._finish(then, owner, each)
 
@@ -279,6 +309,7 @@ class _Simulation:
             end, number = operation.ends[0], operation.rank.number
             peers = tuple(rank for rank in joined.ends if rank != number)
             moved = share * end.nbytes
+            end.began = began
             operation.rank.intervals.append(Interval(began, now, COLLECTIVE, end.instr, peers, moved))
             self._finish(now, operation, end)
 

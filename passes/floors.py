@@ -37,7 +37,8 @@ class FloorPrices(Prices):
     def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: float) -> list[list[int]]:
         transfer = self._transfers(sources, targets, itemsize)
         local = repackings(self.space.costs, sources, targets, itemsize) * (transfer > 0)
-        exposed = np.maximum(HIDDEN_SHARE * transfer, transfer - hidden) + local
+        beside = self.space.costs.cluster.hidden.collectives * np.minimum(transfer, hidden)
+        exposed = np.maximum(HIDDEN_SHARE * transfer, transfer - beside) + local
         found: list[list[int]] = np.floor(exposed * 1e9).astype(np.int64).tolist()
         return found
 

@@ -95,7 +95,8 @@ class Costs:
         def loop_seconds(row: tuple[Computed, ...]) -> float:
             usual = max(row[:-1], key=row[:-1].count)
             odd = [compute[part] for part in row[:-1] if part != usual]
-            return temporal_seconds(compute[usual], moved, steps, link, messages, odd, compute[row[-1]])
+            last, hidden = compute[row[-1]], self.cluster.hidden.exchanges
+            return temporal_seconds(compute[usual], moved, steps, link, messages, odd, last, hidden)
 
         return max(map(loop_seconds, rows)) + joined, moved * (steps - 1) + within * steps
 

@@ -91,7 +91,8 @@ class Prices:
     def _exposed(self, source: Layout, target: Layout, itemsize: int, hidden: float) -> int:
         """Nanoseconds of a re-layout that compute does not hide."""
         transfer, local = self.space.costs.priced(source, target, itemsize)
-        return round((max(HIDDEN_SHARE * transfer, transfer - hidden) + local) * 1e9)
+        exposed = transfer - self.space.costs.cluster.hidden.collectives * min(transfer, hidden)
+        return round((max(HIDDEN_SHARE * transfer, exposed) + local) * 1e9)
 
     def ids(self, layouts: list[Layout], itemsize: int) -> list[int]:
         """Numbers of layouts of values with this element size."""

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stpart_compiler.cost_models.cluster import Cluster, Device, Link
+from stpart_compiler.cost_models.cluster import Cluster, Device, Hidden, Link
 from stpart_compiler.cost_models.cluster_text import to_toml
 from stpart_compiler.cost_models.fit import P2P, Transfer, fit_curve, fit_link, residuals, rounded, rounded_curve
 from stpart_compiler.progress import progress_lines
@@ -134,16 +134,19 @@ class Bench:
                 found.append(Transfer(kind, nbytes, n, self.seconds(partial(self._collective, kind, x))))
         return found
 
-    def overlap(self) -> float:
-        """How much of the shorter is hidden when a product and a ring run together: 1 all, 0 nothing."""
+    def overlap(self, run: Callable[..., object]) -> float:
+        """How much of the shorter is hidden when a product runs beside a transfer: 1 all, 0 nothing.
+
+        `run`: takes what is sent, and what to do meanwhile.
+        """
         size = SIZES[self.device.type][-2]
         a, x = torch.randn(size, size, device=self.device), torch.zeros(2**18, device=self.device)
         product = self.seconds(lambda: a @ a)
-        transfer = self.seconds(lambda: self._ring(x, 1))
+        transfer = self.seconds(lambda: run(x))
         times = max(1, round(transfer / product))
-        both = self.seconds(lambda: self._ring(x, 1, lambda: [a @ a for _ in range(times)]))
+        both = self.seconds(lambda: run(x, lambda: [a @ a for _ in range(times)]))
         alone = product * times
-        return (alone + transfer - both) / min(alone, transfer)
+        return min(1.0, max(0.0, (alone + transfer - both) / min(alone, transfer)))
 
     def _one_way(self, x: torch.Tensor, distance: int) -> None:
         """Even blocks of ranks send to odd ones."""
@@ -160,6 +163,12 @@ class Bench:
         engine.wait((tag,), 0)
         engine.begin_step()
 
+    def hidden(self) -> Hidden:
+        """Of what runs beside compute, the parts that cost nothing."""
+        ring = self.overlap(lambda x, *meanwhile: self._ring(x, 1, *meanwhile))
+        reduction = self.overlap(partial(self._collective, "all_reduce"))
+        return Hidden(rounded(ring), rounded(reduction))
+
     def _ring(self, x: torch.Tensor, distance: int, meanwhile: Callable[[], object] = lambda: None) -> None:
         engine, tag = self.engine, next(self._tags)
         assert engine is not None
@@ -169,10 +178,11 @@ class Bench:
         engine.wait((tag,), 0)
         engine.begin_step()
 
-    def _collective(self, kind: str, x: torch.Tensor) -> None:
+    def _collective(self, kind: str, x: torch.Tensor, meanwhile: Callable[[], object] = lambda: None) -> None:
         engine, tag = self.engine, next(self._tags)
         assert engine is not None
         getattr(engine, kind)(x, range(self.ranks), tag, 1)
+        meanwhile()
         engine.wait((tag,), 1)
         engine.begin_step()
 
@@ -187,10 +197,11 @@ def calibrate(bench: Bench, name: str, say: Say) -> tuple[Cluster, list[str]]:
 
     device = _device(bench, note)
     levels = _levels(bench, note) if bench.ranks > 1 else ((None, Link(0.0, device.memory_bandwidth)),)
+    hidden = _hidden(bench, note) if bench.ranks > 1 else Hidden()
     how = f"fitted to measurements, {bench.ranks} ranks at once"
-    fitted = ("peak_flops", "memory_bandwidth", "launch_overhead", "matmul_efficiency", "links")
+    fitted = ("peak_flops", "memory_bandwidth", "launch_overhead", "matmul_efficiency", "links", "hidden")
     sources = (("memory", "of the machine"), *((key, how) for key in fitted))
-    return Cluster(name, device, levels, sources), notes
+    return Cluster(name, device, levels, sources, hidden), notes
 
 
 def _device(bench: Bench, note: Say) -> Device:
@@ -235,8 +246,13 @@ def _levels(bench: Bench, note: Say) -> tuple[tuple[int | None, Link], ...]:
         if within:
             levels.append((inside, _link("links in a host", within, note)))
         levels.append((None, _link("links between hosts", bench.transfers(inside), note)))
-    note(f"a transfer beside a product: {min(1.0, max(0.0, bench.overlap())):.0%} of the shorter is hidden")
     return tuple(levels)
+
+
+def _hidden(bench: Bench, note: Say) -> Hidden:
+    hidden = bench.hidden()
+    note(f"a ring beside a product: {hidden.exchanges:.0%} of the shorter is hidden; sums: {hidden.collectives:.0%}")
+    return hidden
 
 
 def _link(what: str, transfers: Sequence[Transfer], note: Say) -> Link:

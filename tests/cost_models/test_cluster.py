@@ -8,7 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stpart_compiler.cost_models.cluster import SOURCED, Cluster, Device, Link, load_cluster, parse_cluster, presets
+from stpart_compiler.cost_models.cluster import (
+    SOURCED,
+    Cluster,
+    Device,
+    Hidden,
+    Link,
+    load_cluster,
+    parse_cluster,
+    presets,
+)
+from stpart_compiler.cost_models.cluster_text import to_toml
 from stpart_compiler.ir.mesh import Mesh
 
 FAST, SLOW = Link(1e-6, 64e9), Link(1e-5, 2e9)
@@ -203,6 +213,12 @@ def test_ranks_on_one_link_must_divide_those_it_joins():
     with pytest.raises(ValueError, match=r"links\[0\] joins 4 ranks, 3 of which share one link"):
         Cluster("c", DEVICE, ((4, Link(0.0, 1.0, shared_by=3)),))
     assert parse_cluster(GOOD + "shared_by = 2\n", "mine.toml").levels[0][1].shared_by == 2
+    found = parse_cluster(GOOD + "[hidden]\ncollectives = 0.25\n", "mine.toml")
+    assert found.hidden == Hidden(1.0, 0.25) and parse_cluster(to_toml(found), "mine.toml") == found
+    with pytest.raises(ValueError, match=r"mine.toml: hidden: exchanges is 2.0; expected a part between 0 and 1"):
+        parse_cluster(GOOD + "[hidden]\nexchanges = 2\n", "mine.toml")
+    with pytest.raises(ValueError, match=r"mine.toml: key 'hidden.rings' is unknown; known: exchanges, collectives"):
+        parse_cluster(GOOD + "[hidden]\nrings = 0.5\n", "mine.toml")
     with pytest.raises(ValueError, match=r"mine.toml: key 'links\[0\].shared_by': expected a positive integer, got 0"):
         parse_cluster(GOOD + "shared_by = 0\n", "mine.toml")
 

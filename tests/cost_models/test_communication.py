@@ -88,6 +88,8 @@ def test_temporal_loop_takes_the_larger_of_compute_and_transfer():
     assert temporal_seconds(0.5, 1e9, 4, LINK, messages=2) == pytest.approx(3 * (1 + 2e-5) + 0.5)
     assert temporal_seconds(0.5, 1e9, 1, LINK) == 0.5
     assert temporal_seconds(1e-9, 0, 4, LINK) == pytest.approx(4e-9)
+    disturbed = temporal_seconds(0.5, 1e9, 4, LINK, messages=2, hidden=0.8)
+    assert disturbed == pytest.approx(3 * (1 + 2e-5 + 0.2 * 0.5) + 0.5)
 
 
 def test_link_cost_takes_the_link_of_the_axes_and_the_bytes_as_counted():

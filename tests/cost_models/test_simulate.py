@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import stpart_compiler as st
-from stpart_compiler.cost_models.cluster import Cluster, Device, Link
+from stpart_compiler.cost_models.cluster import Cluster, Device, Hidden, Link
 from stpart_compiler.cost_models.liveness import peak_bytes
 from stpart_compiler.cost_models.resting import StepPhase
 from stpart_compiler.cost_models.simulate import DeadlockError, simulate
@@ -100,6 +100,23 @@ def test_the_rest_of_a_longer_transfer_is_exposed():
     assert (found.seconds, found.exposed_seconds) == (8.0, 3.0)
     (wait,) = (x for x in found.timeline[0].intervals if x.kind == WAIT)
     assert (wait.start, wait.end, wait.module_path) == (5.0, 8.0, "rank0")
+
+
+@pytest.mark.parametrize(("hidden", "seconds"), [(1.0, 5.0), (0.5, 6.5), (0.0, 8.0)])
+def test_compute_and_the_transfers_beside_it_disturb_each_other(hidden: float, seconds: float):
+    """3 s of transfer beside 5 s of compute, in a loop or in a re-layout; of two at once it is paid once."""
+    of_loops, of_others = (replace(cluster(), hidden=Hidden(*parts)) for parts in ((hidden, 1.0), (1.0, hidden)))
+    for step, on in ((0, of_loops), (None, of_others)):
+        ranks = [Rank(0), Rank(1)]
+        for rank in ranks:
+            rank.build.origin = Origin("node", step=step)
+            tags = [rank.exchange({1 - rank.number: 1}, {1 - rank.number: 1}, tag) for tag in (0, 1, 2)]
+            rank.compute(5)
+            for each in tags:
+                rank.wait(each)
+        found = run(ranks, on)
+        assert found.seconds == pytest.approx(seconds)
+        assert found.exposed_seconds == pytest.approx(seconds - 5.0)
 
 
 def test_both_directions_share_a_link_that_is_not_full_duplex():
