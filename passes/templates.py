@@ -38,8 +38,11 @@ def _cut_axes(strategy: Strategy) -> dict[int, set[str]]:
 
 
 def _spatial(strategy: Strategy) -> bool:
-    skewed = any(len(d.coeffs) != 1 for digits in strategy.digits for d in digits)
-    return strategy.steps == 1 and not skewed
+    return strategy.steps == 1 and not _skewed(strategy)
+
+
+def _skewed(strategy: Strategy) -> bool:
+    return any(len(d.coeffs) > 1 for digits in strategy.digits for d in digits)
 
 
 def _wide(mesh: Mesh) -> list[str]:
@@ -90,8 +93,11 @@ def _megatron_score(op: OpNode, strategy: Strategy, mesh: Mesh) -> int:
 
 
 def _megatron_sp(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
-    """Megatron, with the sequence cut on the model axes outside the contractions."""
-    if is_contraction(op.rule):
+    """Megatron, with the sequence cut on the model axes outside the contractions and the embedding.
+
+    Tokens that look up a table that is cut come and go in pieces; its gradient would else be summed over all ranks.
+    """
+    if is_contraction(op.rule) or "embedding" in str(op.call.target):
         return _megatron(op, strategy, mesh)
     return _spatial(strategy) and _in_roles(op, strategy, mesh, set(range(len(op.rule.factors))))
 
@@ -101,9 +107,23 @@ def _has_weight(op: OpNode) -> bool:
     return is_contraction(op.rule) and all(operand.ndim == 2 for operand in op.call.operands)
 
 
+def _async_tp(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    """Megatron with the sequence cut, or linear layers as loops over its pieces, while the weight stays where it rests.
+
+    Forward and the input's gradient: the activation goes round, or the sum on its way to where it is wanted. The
+    weight's gradient: the operand that is cut along the sequence goes round.
+    """
+    if strategy.steps == 1:
+        return _megatron_sp(op, strategy, mesh)
+    timed, features = strategy.time_factor, set(range(len(op.rule.factors))) - op.data
+    if timed is None or timed not in op.data or not _has_weight(op) or _skewed(strategy):
+        return False
+    return _in_roles(op, strategy, mesh, features | {timed})
+
+
 def _ring(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     """Tokens are cut; in linear layers the weight, or its gradient, goes round while activations stay."""
-    if any(len(d.coeffs) > 1 for digits in strategy.digits for d in digits):
+    if _skewed(strategy):
         return False
     if not _has_weight(op):
         return strategy.steps == 1 and set(_cut_axes(strategy)) <= op.data
@@ -167,6 +187,25 @@ def _context(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     return _spatial(strategy) and (_of_parameters(op) or _in_roles(op, strategy, mesh, op.data))
 
 
+def _summa(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    """Tokens on the first of two axes, features (heads) on the second; products of linear layers use both.
+
+    One of the three tensors stays; each other is gathered, or the sums of it scattered, along one axis (2-D SUMMA).
+    The gradient of a weight may have rows on the one axis and columns on the other, or be a sum over tokens.
+    """
+    if not _spatial(strategy):
+        return False
+    (rows,), (columns,) = _roles(mesh)
+    cuts = _cut_axes(strategy)
+    if _has_weight(op) and not _in_result(op) & op.data and not cuts.keys() & op.data:
+        return len(cuts) == 2 and set().union(*cuts.values()) == {rows, columns}
+    return _of_parameters(op) or all(axes == {rows if f in op.data else columns} for f, axes in cuts.items())
+
+
+def _in_result(op: OpNode) -> set[int]:
+    return {f for dim in op.rule.outputs[0] for f in dim}
+
+
 def _primepar(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     """Linear layers: the summed dim in time over two axes (the result stays, both operands move)."""
     if not _has_weight(op):
@@ -194,6 +233,12 @@ def _smallest(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layou
     return [layout for layout in layouts if max_local_numel(layout) == least]
 
 
+def _on_two_dims(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+    """One dim cut on each axis; where there are no such two, the layouts with the smallest block."""
+    apart = [layout for layout in layouts if sum(any(atom.digits for atom in dim) for dim in layout.dims) == 2]
+    return _fully_sharded(value, apart or layouts, mesh)
+
+
 def _model_axes(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
     _, model = _roles(mesh)
     return [layout for layout in layouts if all(len(d.coeffs) == 1 and _axes((d,)) <= model for d in layout.digits)]
@@ -207,6 +252,11 @@ def _square(mesh: Mesh) -> str | None:
     wide = _wide(mesh)
     pairs = [(a, b) for i, a in enumerate(wide) for b in wide[i + 1 :] if mesh.size[a] == mesh.size[b]]
     return None if pairs else f"needs two mesh axes of equal size (or one axis of square size), got mesh {mesh}"
+
+
+def _two(mesh: Mesh) -> str | None:
+    wide = _wide(mesh)
+    return None if len(wide) == 2 else f"needs two mesh axes (or one axis of square size), got mesh {mesh}"
 
 
 _ALL = (
@@ -233,6 +283,13 @@ _ALL = (
         _always,
         True,
     ),
+    Template(
+        "async_tp",
+        "megatron_sp, with linear layers as loops in which activations or partial results travel",
+        Restriction(_async_tp, _model_axes, _cuts),
+        _always,
+        True,
+    ),
     Template("ring", "weights rotate over token shards", Restriction(_ring, _fully_sharded, _cuts), _always),
     Template(
         "metp",
@@ -252,6 +309,12 @@ _ALL = (
         "sequence cut on the model axes, keys and values rotate; parameters sharded and gathered for use",
         Restriction(_context, _fully_sharded, _cuts),
         _always,
+    ),
+    Template(
+        "summa",
+        "tokens cut on one of two axes, features on the other; 2-D products, parameters cut on both axes",
+        Restriction(_summa, _on_two_dims, _cuts),
+        _two,
     ),
     Template("primepar", "2-D temporal maps for all linear layers", Restriction(_primepar, _smallest, _cuts), _square),
 )

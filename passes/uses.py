@@ -78,7 +78,7 @@ class Prices:
         if key not in self.tables:
             self.tables[key] = self.table(sources, targets, itemsize, hidden)
         price = self.tables[key]
-        if weights_stay and from_root is not None and from_root < 0:
+        if weights_stay and self._of_parameters(edge.producer):
             price = self._forbidden(sources, targets, price)
         use = Use(edge, from_root, sources, from_members, to_root, targets, to_members, price, from_ids, to_ids)
         self.uses[edge.producer, edge.consumer, edge.port] = use
@@ -97,6 +97,14 @@ class Prices:
     def ids(self, layouts: list[Layout], itemsize: int) -> list[int]:
         """Numbers of layouts of values with this element size."""
         return [self.numbers.setdefault((layout, itemsize), len(self.numbers)) for layout in layouts]
+
+    def _of_parameters(self, producer: Producer) -> bool:
+        """Whether a value is a parameter, or made of nothing else. What follows a parameter may be an activation."""
+        kind, index, _ = producer
+        if kind != "op":
+            return kind == "param"
+        found = self.space.choices[index]
+        return found.root < 0 and not found.op.data
 
     def _forbidden(self, sources: list[Layout], targets: list[Layout], price: list[list[int]]) -> list[list[int]]:
         """The prices where nothing may be sent."""

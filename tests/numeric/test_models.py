@@ -166,6 +166,25 @@ def test_primepar(kind: str, mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("mesh", [2, 3, 8, (2, 2), (2, 4)], ids=str)
+def test_async_tp(kind: str, mesh: Any) -> None:
+    """Loops where they pay: not where 3 ranks share 16 tokens, and the largest block is computed three times."""
+    case = _case(kind, "sdpa")
+    compiled = case.compile(mesh, "async_tp")
+    assert bool(_temporal(compiled)) == (mesh != 3)
+    _check_step(compiled, case)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (4, 2)], ids=str)
+def test_summa(kind: str, mesh: Any) -> None:
+    case = _case(kind, "sdpa")
+    compiled = case.compile(mesh, "summa")
+    assert not _temporal(compiled)
+    _check_step(compiled, case)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     ("mesh", "template"),
     [(2, None), (3, None), ((2, 2), None), (2, "megatron"), (3, "ring"), ((2, 2), "primepar")],

@@ -22,7 +22,7 @@ import stpart_compiler as st
 MESHES = (2, 3, 4, 8, (2, 2))
 THREADS = 3
 IN_THREADS = ("opt", "t5", "mixtral", "conformer")
-SQUARE = (4, (2, 2))
+ONLY_ON = {"primepar": (4, (2, 2)), "summa": (4, (2, 3))}  # meshes of templates that do not apply to others
 
 
 class Case:
@@ -88,10 +88,12 @@ def test_solved(name: str) -> None:
 
 @by_other_model
 def test_templates(name: str) -> None:
-    """Each template on one mesh, another one for each model."""
+    """Each template but one in five on one mesh, other templates and another mesh for each model."""
     case = _case(name)
     for turn, template in enumerate(st.templates(), start=list(ZOO).index(name)):
-        meshes = SQUARE if template == "primepar" else MESHES
+        if turn % 5 == 0:
+            continue
+        meshes = ONLY_ON.get(template, MESHES)
         mesh = meshes[turn % len(meshes)]
         case.check(case.compile(mesh, template))
 

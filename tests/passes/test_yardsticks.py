@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 import stpart_compiler as st
 from stpart_compiler.capture import capture
 from stpart_compiler.compile import annotate
-from stpart_compiler.cost_models.cluster import Device, Link
+from stpart_compiler.cost_models.cluster import Device, Link, load_cluster
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.passes.make_plan import SPATIAL_ONLY, MakePlan, without_temporal
 from stpart_compiler.passes.problem import BuildProblem
@@ -97,3 +99,38 @@ def test_the_space_without_temporal_maps() -> None:
                 whole.own[before.root][i] for i in numbers
             ]
             assert len(numbers) == sum(s.steps == 1 for s in before.strategies)
+
+
+@pytest.mark.parametrize("mesh", [8, (2, 4)], ids=str)
+@pytest.mark.parametrize(("batch", "least"), [(1, 1.0), (8, 1.05)], ids=["little", "much"])
+def test_loops_of_async_tp_are_taken_where_they_pay(mesh: Any, batch: int, least: float) -> None:
+    """MLPs of 4096 x 16384 on an H100 host: where there is little to compute, some products stay spatial."""
+    costs = Costs(load_cluster("h100-80gb-8"), parse_mesh(mesh))
+    graph = mlps(batch)
+    options = replace(SOLVER, gap=0.0)
+    spatial, loops = (MakePlan(costs, options, 10**12, name).apply(graph) for name in ("megatron_sp", "async_tp"))
+    assert any(s.steps > 1 for s in loops.strategies.values())
+    assert loops.seconds * least <= spatial.seconds
+
+
+@lru_cache(maxsize=1)
+def mlps(batch: int) -> Annotated:
+    """Two MLPs with residuals over the output of an embedding, 4096 tokens a row, in bfloat16."""
+    with torch.device("meta"):
+        model = Residual().to(torch.bfloat16)
+        return annotate(capture(model, (torch.zeros(batch, 4096, dtype=torch.long),)))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32768, 4096)
+        self.norms = nn.ModuleList(nn.LayerNorm(4096) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(4096, 16384, bias=False) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(16384, 4096, bias=False) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(nn.functional.gelu(up(norm(x))))
+        return x.float().square().mean()
