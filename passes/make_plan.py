@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -63,19 +63,23 @@ class MakePlan:
 
     def apply(self, graph: Annotated, progress: Progress = lambda text: None) -> Plan:
         if self.name is not None:
-            space, problem, solution = self._template(graph, template(self.name))
+            space, problem, solution = self._template(graph, template(self.name), self.options.marked(graph))
             return written_plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
         if self.known.whole is None:
             self.known.whole = self._whole(graph)
         space, problem = self.known.whole
         if self.known.yardsticks is None:
-            self.known.yardsticks = self._yardsticks(graph, progress) if self.options.yardsticks else {}
+            templates = self._applicable(graph) if self.options.yardsticks else []
+            self.known.yardsticks = self._priced(graph, templates, self.options.marked(graph), progress)
             self.known.yardsticks |= self._spatial_only(space, progress) if self.options.spatial_only else {}
         yardsticks = {name: found for name, found in self.known.yardsticks.items() if self._fits(found)}
-        prices = {name: found[2].seconds for name, found in yardsticks.items()}
         space, problem, solution = self._solved(
             space, problem, self._hint(problem, yardsticks), progress, self.known.sets
         )
+        if self.options.yardsticks and problem.again != self.options.marked(graph):
+            others = [chosen for chosen in self._applicable(graph) if chosen.name not in yardsticks]
+            yardsticks |= self._priced(graph, others, problem.again, progress)
+        prices = {name: found[2].seconds for name, found in yardsticks.items()}
         best = min(yardsticks.values(), key=lambda found: found[2].seconds, default=None)
         if best is not None and best[2].seconds < solution.seconds:
             # followers of a sub-space may have a little more freedom: then its plan is the better one
@@ -104,33 +108,39 @@ class MakePlan:
     def _fits(self, found: Found) -> bool:
         return memory_bytes(found[1], found[2].choice) <= self.memory_limit
 
-    def _template(self, graph: Annotated, chosen: Template) -> Found:
+    def _template(self, graph: Annotated, chosen: Template, again: frozenset[str]) -> Found:
+        """`again`: ops of forward that backward runs again."""
         reason = chosen.applies(self.costs.mesh)
         if reason is not None:
             raise ValueError(f"template {chosen.name!r}: {reason}")
         options = space_on(self.costs.mesh)
         space = BuildSpace(self.costs, options).apply(graph, self._restricted(chosen.restriction))
-        problem = BuildProblem(self.options, chosen.weights_stay, self.options.marked(graph)).apply(space)
+        problem = BuildProblem(self.options, chosen.weights_stay, again).apply(space)
         quick = replace(self.options, patience_s=TEMPLATE_PATIENCE_S, gap=max(self.options.gap, TEMPLATE_GAP))
         solution = Solve(quick, self.memory_limit, polish_s=0.0).apply(problem)
         if not chosen.weights_stay:
             return space, problem, solution
         # where a weight cannot stay (no layout at rest is the one in use), moving it costs what it costs
-        priced = BuildProblem(self.options, again=self.options.marked(graph)).apply(space)
+        priced = BuildProblem(self.options, again=again).apply(space)
         seconds = evaluate(priced, solution.choice)
         return space, priced, replace(solution, seconds=seconds, bound=min(solution.bound, seconds))
 
     def _restricted(self, restriction: Restriction) -> Restriction:
         return replace(restriction, layouts=whole_layouts) if self.whole_parameters else restriction
 
-    def _yardsticks(self, graph: Annotated, progress: Progress) -> dict[str, Found]:
-        """Every template that applies and fits; on a graph with regions those that are made for it."""
+    def _applicable(self, graph: Annotated) -> list[Template]:
+        """Every template that applies; on a graph with regions those that are made for it."""
+        mesh, fused = self.costs.mesh, is_fused(graph)
+        return [each for each in TEMPLATES.values() if each.applies(mesh) is None and bool(each.regions) == fused]
+
+    def _priced(
+        self, graph: Annotated, templates: Sequence[Template], again: frozenset[str], progress: Progress
+    ) -> dict[str, Found]:
+        """Those of the templates that fit where so much is run again."""
         found = {}
-        for chosen in TEMPLATES.values():
-            if chosen.applies(self.costs.mesh) is not None or bool(chosen.regions) != is_fused(graph):
-                continue
+        for chosen in templates:
             try:
-                found[chosen.name] = self._template(graph, chosen)
+                found[chosen.name] = self._template(graph, chosen, again)
             except InfeasibleError:
                 progress(f"template {chosen.name}: does not fit in the memory limit")
                 continue

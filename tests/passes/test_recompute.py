@@ -128,28 +128,31 @@ def blocks(checkpointed: bool = False) -> Graphs:
     return Graphs(annotate(captured), Dumper(None))
 
 
-def search(graphs: Graphs, limit: int, mesh: int = 2) -> Plan:
+def search(graphs: Graphs, limit: int, mesh: int = 2, *, yardsticks: bool = False) -> Plan:
     costs = Costs(load_cluster(CLUSTER), parse_mesh(mesh))
-    device = torch.device("cpu")
-    return Search(graphs, costs, limit, SOLVER, None, Restrictions(), device, lambda text: None).run()[0]
+    options = replace(SOLVER, yardsticks=yardsticks)
+    return Search(graphs, costs, limit, options, None, Restrictions(), torch.device("cpu"), lambda text: None).run()[0]
 
 
 def test_limits() -> None:
     """As the limit falls, the step takes longer, fits, and more is run again; the least that is named works."""
-    free = search(blocks(), 2**40, mesh=1)
+    free = search(blocks(), 2**40, mesh=1, yardsticks=True)
     assert not free.recompute
     plans = [free]
     with pytest.raises(InfeasibleError) as short:
         search(blocks(), 1000, mesh=1)
     for part in (0.75, 0.4, 0.0):
         limit = round(short.value.least + part * (free.memory["peak"] - short.value.least))
-        plan = search(blocks(), limit, mesh=1)
+        plan = search(blocks(), limit, mesh=1, yardsticks=True)
         assert plan.memory["peak"] <= limit
         assert plan.memory["solver estimate"] == pytest.approx(plan.memory["peak"], rel=0.02)
         plans.append(plan)
     assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
     assert 0 < len(plans[1].recompute) < len(plans[-1].recompute)
     assert "run again in backward" in plan.summary()
+    for plan in plans:  # templates too run again what the plan does, rather than not to fit
+        assert {"data", "zero3", "megatron"} <= plan.yardsticks.keys()
+        assert min(plan.yardsticks.values()) >= (1 - 1e-9) * plan.seconds
 
 
 def test_kept_in_json() -> None:
