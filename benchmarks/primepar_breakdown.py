@@ -214,7 +214,7 @@ def simulated(graph: Annotated, cluster: Cluster, partition: Partition) -> Simul
     """The step under a partition; what it leaves open is solved for."""
     costs = Costs(cluster, partition.mesh)
     space = BuildSpace(costs, space_on(partition.mesh)).apply(graph, partition.restriction)
-    problem = BuildProblem(OPTIONS).apply(space)
+    problem = BuildProblem(OPTIONS, weights_stay=not partition.temporal).apply(space)
     solution = Solve(OPTIONS, UNBOUND).apply(problem)
     plan = written_plan(graph, space, problem, solution, None, {}, OPTIONS)
     programs = BuildPrograms(costs.link, torch.device("cpu")).apply(graph, plan)
