@@ -171,9 +171,9 @@ class Partition:
         return fits_width and (not axes & self.batch_axes or f in op.batch)
 
     def _layouts(self, value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
-        """Megatron's weights rest cut along the width; PrimePar's spread over all ranks."""
+        """Megatron's weights rest cut along the width's axes; PrimePar's spread over all ranks."""
         if not self.temporal:
-            return [layout for layout in layouts if _axes(layout.digits) <= self.width_axes]
+            layouts = [layout for layout in layouts if _axes(layout.digits) <= self.width_axes]
         return PRIMEPAR.layouts(value, layouts, mesh) if len(value.shape) > 1 and PRIMEPAR.layouts else layouts
 
 
