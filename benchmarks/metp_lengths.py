@@ -46,7 +46,7 @@ OPTIONS = st.SolverOptions(time_limit_s=20, patience_s=1)
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder. `gated`: Llama's MLP and grouped heads, else GPT's."""
+    """A decoder. `gated`: Llama's MLP and grouped heads, else GPT's. `causal`: attention has that mask."""
 
     hidden: int
     layers: int
@@ -55,6 +55,7 @@ class Shape:
     width: int
     vocabulary: int
     gated: bool = False
+    causal: bool = True
 
 
 SHAPES = {
@@ -83,7 +84,8 @@ class Layer(nn.Module):
         y = self.norms[0](x)
         d = self.shape.hidden // self.shape.heads
         q, k, v = (layer(y).unflatten(-1, (-1, d)).transpose(1, 2) for layer in self.qkv)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.gate is not None)
+        gqa = self.gate is not None
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.shape.causal, enable_gqa=gqa)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         y = self.norms[1](x)
         middle = nn.functional.gelu(self.up(y)) if self.gate is None else nn.functional.silu(self.gate(y)) * self.up(y)

@@ -69,6 +69,25 @@ class RankTimeline:
         return sum(x.seconds for x in self.intervals if x.kind == WAIT)
 
     @cached_property
+    def waits(self) -> tuple[tuple[Interval, float], ...]:
+        """Transfers with the seconds that the rank waits for them: at each moment for that under way which ends last.
+
+        While none is under way, because other ranks come late to it, the interval is that of the wait. A transfer that
+        several waits are for stands there as often.
+        """
+        flows = sorted((x for x in self.intervals if x.kind in (SEND, RECV, COLLECTIVE)), key=lambda x: x.start)
+        found: list[tuple[Interval, float]] = []
+        under_way: list[Interval] = []
+        at = 0
+        for wait in (x for x in self.intervals if x.kind == WAIT):
+            while at < len(flows) and flows[at].start < wait.end:
+                under_way.append(flows[at])
+                at += 1
+            under_way = [x for x in under_way if x.end > wait.start]
+            found += _shared_out(wait, under_way)
+        return tuple(found)
+
+    @cached_property
     def sent_bytes(self) -> float:
         return sum(x.nbytes for x in self.intervals if x.kind in (SEND, COLLECTIVE))
 
@@ -88,6 +107,20 @@ class RankTimeline:
     @cached_property
     def peak_bytes(self) -> int:
         return max(nbytes for _, nbytes in self.memory)
+
+
+def _shared_out(wait: Interval, under_way: Sequence[Interval]) -> list[tuple[Interval, float]]:
+    """A wait as seconds of transfers, from its end backwards, and what is left."""
+    found: list[tuple[Interval, float]] = []
+    covered_from = wait.end
+    for x in sorted(under_way, key=lambda x: x.end, reverse=True):
+        start = max(x.start, wait.start)
+        seconds = min(x.end, covered_from) - start
+        if seconds > 0:
+            found.append((x, seconds))
+            covered_from = start
+    late = wait.seconds - sum(seconds for _, seconds in found)
+    return [*found, (wait, late)] if late > 0 else found
 
 
 @dataclass(frozen=True)
@@ -145,8 +178,7 @@ def _span(seconds: Sequence[float]) -> str:
 def _exposed(rank: RankTimeline) -> list[tuple[float, str]]:
     """Seconds of waiting per place, the longest first."""
     found: dict[str, float] = {}
-    for x in rank.intervals:
-        if x.kind == WAIT:
-            where = f"{x.instr.origin.node} of {x.module_path}" if x.module_path else x.instr.origin.node
-            found[where] = found.get(where, 0.0) + x.seconds
+    for x, seconds in rank.waits:
+        where = f"{x.instr.origin.node} of {x.module_path}" if x.module_path else x.instr.origin.node
+        found[where] = found.get(where, 0.0) + seconds
     return sorted(((seconds, where) for where, seconds in found.items()), key=lambda item: (-item[0], item[1]))

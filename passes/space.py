@@ -7,6 +7,7 @@ and whatever meets a pending sum that it cannot pass on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -14,7 +15,7 @@ from functools import cached_property, lru_cache
 from stpart_compiler.cost_models.cluster import Cluster
 from stpart_compiler.cost_models.communication import LinkCost, temporal_seconds
 from stpart_compiler.cost_models.compute import ALL, Computed, combining_seconds, copy_seconds, op_seconds
-from stpart_compiler.ir.layout import Layout, form, max_local_numel, replicated, shard
+from stpart_compiler.ir.layout import Digit, Layout, form, max_local_numel, replicated, shard
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.ir.rule import SUM, TensorMap, block_shape
@@ -25,7 +26,14 @@ from stpart_compiler.passes.quotient import Edge, Quotient, quotient
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import WORK, draws
 from stpart_compiler.passes.shares import step_shares
-from stpart_compiler.passes.strategies import DEFAULT_SPACE, StrategySpace, enumerate_strategies, is_contraction
+from stpart_compiler.passes.strategies import (
+    DEFAULT_SPACE,
+    StrategySpace,
+    enumerate_strategies,
+    equal_pairs,
+    is_contraction,
+    with_digit,
+)
 
 LARGE_IN_LATENCIES = 20.0
 """A product that takes longer than so many link latencies on one rank is never repeated along an axis."""
@@ -244,7 +252,7 @@ class BuildSpace:
     def apply(self, graph: Annotated, restriction: Restriction = Restriction()) -> Space:
         mesh = self.costs.mesh
         classes = quotient(graph)
-        params, param_class = _params(classes, mesh, restriction), classes.param_class
+        params, param_class = _params(classes, mesh, restriction, self.options), classes.param_class
         carriers = pending_carriers(graph)
         choices: list[Choices] = []
         for members in graph.classes:
@@ -430,50 +438,52 @@ def _grouped(own: Choices, root: int, produced: list[tuple[Layout, list[int]]], 
     return own.picked(kept, root, [members[i] for i in kept])
 
 
-def rest_layouts(shape: Sequence[int], mesh: Mesh) -> list[Layout]:
-    """Candidate layouts of a parameter at rest: every axis on no dim or one dim, and skewed pairs on two dims."""
+def rest_layouts(shape: Sequence[int], mesh: Mesh, space: StrategySpace = DEFAULT_SPACE) -> list[Layout]:
+    """Candidate layouts of a parameter at rest: every axis on no dim or one dim, and skewed pairs on two dims with
+    every other axis on no dim or one dim beside.
+    """
     axes = [axis for axis in mesh.axes if mesh.size[axis] > 1]
-    plans: list[dict[int, tuple[str, ...]]] = [{}]
+    cuts = _plain_cuts(shape, axes, mesh, {dim: () for dim in range(len(shape))})
+    if len(shape) == 2:
+        cuts += _skewed_cuts(shape, axes, mesh, space)
+    return list(dict.fromkeys(shard(shape, cut) for cut in cuts))
+
+
+Cut = dict[int, tuple[Digit, ...]]
+
+
+def _plain_cuts(shape: Sequence[int], axes: Sequence[str], mesh: Mesh, start: Cut) -> list[Cut]:
+    """`start` with each axis on no dim or one dim."""
+    cuts = [start]
     for axis in axes:
-        grown = [{**plan, dim: (*plan.get(dim, ()), axis)} for plan in plans for dim in range(len(shape))]
-        plans += [plan for plan in grown if _fits(shape, plan, mesh)]
-    layouts = [
-        shard(shape, {dim: tuple(form(mesh.size[a], **{a: 1}) for a in cut) for dim, cut in plan.items()})
-        for plan in plans
-    ]
-    return list(dict.fromkeys([*layouts, *_skewed_rest(shape, axes, mesh)]))
+        digit = form(mesh.size[axis], **{axis: 1})
+        grown = [{**cut, dim: with_digit(cut[dim], digit, mesh)} for cut in cuts for dim in range(len(shape))]
+        cuts += [cut for cut in grown if _fits(shape, cut)]
+    return cuts
 
 
-def _fits(shape: Sequence[int], plan: dict[int, tuple[str, ...]], mesh: Mesh) -> bool:
-    for dim, cut in plan.items():
-        parts = 1
-        for axis in cut:
-            parts *= mesh.size[axis]
-        if shape[dim] < parts:
-            return False
-    return True
+def _fits(shape: Sequence[int], cut: Cut) -> bool:
+    return all(size >= math.prod(digit.q for digit in cut[dim]) for dim, size in enumerate(shape))
 
 
-def _skewed_rest(shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> list[Layout]:
-    if len(shape) != 2:
-        return []
-    out = []
-    for i, a in enumerate(axes):
-        for b in axes[i + 1 :]:
-            q = mesh.size[a]
-            if q != mesh.size[b] or min(shape) < q:
-                continue
-            plain = [form(q, **{a: 1}), form(q, **{b: 1})]
-            both = form(q, **{a: 1, b: 1})
-            out += [shard(shape, {0: (both,), 1: (one,)}) for one in plain]
-            out += [shard(shape, {0: (one,), 1: (both,)}) for one in plain]
-    return out
+def _skewed_cuts(shape: Sequence[int], axes: Sequence[str], mesh: Mesh, space: StrategySpace) -> list[Cut]:
+    """Two dims cut by a form of a pair of axes each, one of them skewed."""
+    found: list[Cut] = []
+    for a, b in equal_pairs(mesh, axes, space):
+        q = mesh.size[a]
+        others = [axis for axis in axes if axis not in (a, b)]
+        plain = [form(q, **{a: 1}), form(q, **{b: 1})]
+        both = form(q, **{a: 1, b: 1})
+        starts: list[Cut] = [{0: (both,), 1: (one,)} for one in plain]
+        starts += [{0: (one,), 1: (both,)} for one in plain]
+        found += [cut for start in starts if min(shape) >= q for cut in _plain_cuts(shape, others, mesh, start)]
+    return found
 
 
-def _params(graph: Quotient, mesh: Mesh, restriction: Restriction) -> list[ParamChoices]:
+def _params(graph: Quotient, mesh: Mesh, restriction: Restriction, space: StrategySpace) -> list[ParamChoices]:
     found = []
     for group in graph.params:
-        layouts = rest_layouts(group.value.shape, mesh)
+        layouts = rest_layouts(group.value.shape, mesh, space)
         if restriction.layouts is not None:
             layouts = restriction.layouts(group.value, layouts, mesh)
         found.append(ParamChoices(group.names, group.value, layouts))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -121,6 +121,14 @@ def _axis_choices(rule: OpRule, movable: frozenset[int], space: StrategySpace, p
     return choices
 
 
+def with_digit(digits: Sequence[Digit], digit: Digit, mesh: Mesh) -> tuple[Digit, ...]:
+    """One more cut of a dim, in the order of the mesh's axes, time last: ops and values at rest then cut it alike."""
+    here = mesh.axes.index(digit.coeffs[0][0])
+    behind = (i for i, d in enumerate(digits) if d.tau or mesh.axes.index(d.coeffs[0][0]) > here)
+    at = next(behind, len(digits))
+    return (*digits[:at], digit, *digits[at:])
+
+
 def _combined(
     rule: OpRule, mesh: Mesh, axes: tuple[str, ...], choices: tuple[Choice, ...], start: Strategy
 ) -> Strategy | None:
@@ -133,8 +141,7 @@ def _combined(
         if kind == "cut":
             if not _room(rule, index, tuple(digits[index]), digit.q):
                 return None
-            timed = sum(1 for d in digits[index] if d.tau)
-            digits[index].insert(len(digits[index]) - timed, digit)
+            digits[index] = list(with_digit(digits[index], digit, mesh))
         elif kind == "pending":
             if linear not in (-1, index):
                 return None
@@ -162,7 +169,8 @@ def _spatial(
         yield from _skewed(rule, mesh, axes, movable, space, tokens)
 
 
-def _equal_pairs(mesh: Mesh, axes: tuple[str, ...], space: StrategySpace) -> list[tuple[str, str]]:
+def equal_pairs(mesh: Mesh, axes: Sequence[str], space: StrategySpace) -> list[tuple[str, str]]:
+    """Pairs of axes of one size that skewed forms are made of."""
     equal = [pair for pair in itertools.combinations(axes, 2) if mesh.size[pair[0]] == mesh.size[pair[1]]]
     return equal if space.pairs is None else [pair for pair in equal if pair in space.pairs]
 
@@ -189,7 +197,7 @@ def _skewed(
     """Two factors cut by independent forms of a pair of axes, at least one of them skewed. Places of images are not:
     their neighbours would be ranks further away.
     """
-    for pair in _equal_pairs(mesh, axes, space):
+    for pair in equal_pairs(mesh, axes, space):
         forms = _pair_forms(mesh.size[pair[0]], pair, space)
         rest = tuple(axis for axis in axes if axis not in pair)
         for (one, two), (f, g) in itertools.product(
@@ -301,7 +309,7 @@ def _temporal_2d(
     roles: dict[str, list[int]],
 ) -> Iterator[Strategy]:
     """Pairwise independent forms for m, n, k on two equal axes, one of them with time (PrimePar, section 1.1)."""
-    for pair in _equal_pairs(mesh, axes, space):
+    for pair in equal_pairs(mesh, axes, space):
         q = mesh.size[pair[0]]
         rest = tuple(axis for axis in axes if axis not in pair)
         triples = [

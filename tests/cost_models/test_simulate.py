@@ -145,6 +145,19 @@ def test_ranks_of_a_host_share_its_network_card():
         assert run(ranks, Cluster("hosts", DEVICE, (inside, (8, outer)))).seconds == pytest.approx(seconds)
 
 
+def test_a_wait_is_for_the_transfer_under_way_that_ends_last():
+    one, other = Rank(0), Rank(1)
+    tags = [rank.exchange({1 - rank.number: 2}, {}, tag=7 + rank.number) for rank in (one, other)]
+    other.compute(1)
+    for rank, sent in zip((one, other), tags, strict=True):
+        received = rank.exchange({}, {1 - rank.number: 2}, tag=8 - rank.number)
+        rank.wait((*sent, *received))
+    found = run([one, other], cluster())
+    # rank 0 receives from 0 to 2, and sends from 1 on, when rank 1 comes to that, to 3
+    assert [(x.kind, seconds) for x, seconds in found.timeline[0].waits] == [("send", 2.0), ("recv", 1.0)]
+    assert [(x.kind, seconds) for x, seconds in found.timeline[1].waits] == [("recv", 2.0)]
+
+
 def test_a_message_starts_when_both_ends_are_there():
     early, late = Rank(0), Rank(1)
     early.wait(early.exchange({1: 2}, {}))
@@ -153,6 +166,7 @@ def test_a_message_starts_when_both_ends_are_there():
     found = run([early, late], cluster())
     assert (found.timeline[0].end, found.timeline[0].exposed_seconds) == (5.0, 5.0)
     assert (found.timeline[1].end, found.timeline[1].exposed_seconds) == (5.0, 2.0)
+    assert [(x.kind, seconds) for x, seconds in found.timeline[0].waits] == [("send", 2.0), ("wait", 3.0)]
 
 
 @pytest.mark.parametrize(
@@ -257,6 +271,7 @@ def test_generated_programs(template):
     found = compiled(template).simulate()
     for rank in found.timeline:
         assert rank.end == pytest.approx(rank.compute_seconds + rank.exposed_seconds)
+        assert sum(seconds for _, seconds in rank.waits) == pytest.approx(rank.exposed_seconds)
         spans = sorted((x.start, x.end) for x in rank.intervals if x.kind in ("compute", WAIT))
         assert all(one[1] <= two[0] + 1e-12 for one, two in pairwise(spans))
     assert found.seconds >= found.compute_seconds > 0

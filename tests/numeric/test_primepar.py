@@ -136,6 +136,29 @@ def test_with_biases_only_biases_are_redistributed(q: int) -> None:
     made.check()
 
 
+def test_beside_a_cut_on_a_third_axis_nothing_of_the_middle_is_redistributed() -> None:
+    """{K, P2x2} and {N, P2x2}: outside of the loops no weight moves, no gradient of one, nothing between the layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(INNER, 96, bias=False), nn.GELU(), nn.Linear(96, INNER, bias=False)).double()
+    x = torch.randn(4, 6, INNER, dtype=torch.float64)
+    options = {"mesh": (2, 4), "template": "primepar", "solver": SOLVER, "cluster": CLUSTER}
+    compiled = st.compile_model(model, (x,), loss_fn=torch.sum, **options)
+    assert compiled.interface.mesh.sizes == (2, 2, 2)
+    graph, placement = compiled._annotated()
+    products = [placement.strategies[op.name] for op in graph.ops if is_contraction(op.rule)]
+    assert [strategy.steps for strategy in products] == [2] * 5
+    for artifact in compiled.artifacts:
+        moved = [i for i in (*artifact.forward.body, *artifact.backward.body) if i.kind in ("exchange", "collective")]
+        others = [i.origin for i in moved if i.origin.note != "temporal"]
+        assert others and not [str(where) for where in others if 96 in graph.values[where.node, 0].shape]
+    loss = model(x).sum()
+    loss.backward()
+    result = compiled.run_in_process(x)
+    assert abs(result.loss - loss) <= 1e-10 * abs(loss)
+    for name, param in model.named_parameters():
+        assert (result.grads[name] - param.grad).norm() <= 1e-10 * param.grad.norm(), name
+
+
 def test_one_axis_of_square_size_will_do() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)).double()
