@@ -16,6 +16,7 @@ from stpart_compiler.ir.layout import Layout, replicated
 from stpart_compiler.ir.spacetime import Derived
 from stpart_compiler.passes.order import NOTHING_AGAIN, WAIT_AFTER, Orders, is_heavy, orders, views_of
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
+from stpart_compiler.passes.quotient import producer_of, quotient
 
 Need = tuple[ValueKey, Layout]
 
@@ -24,9 +25,11 @@ Need = tuple[ValueKey, Layout]
 class Phase:
     """One program's content, the same on all ranks.
 
-    `starts[op]`: fetches of resting values to begin before that op. `wanted[value]`: layouts to begin as soon as the
-    value is made. `ends[op]`: results of the phase to wait for before that op. `layout`: layouts of inputs that differ
-    from where the value was produced. `gives_sums`: outputs may be pending sums.
+    `starts[op]`: fetches of resting values to begin before that op. `slices[op]`: operands that arrive slice by slice,
+    as names of loops and ports, the first slice to begin before that op. `wanted[value]`: layouts to begin as soon as
+    the value is made. `leaving[value]`: where its slices are brought as they are made. `ends[op]`: results of the phase
+    to wait for before that op. `layout`: layouts of inputs that differ from where the value was produced. `gives_sums`:
+    outputs may be pending sums.
     """
 
     name: str
@@ -34,7 +37,9 @@ class Phase:
     inputs: list[Need]
     outputs: list[Need]
     starts: dict[str, list[Need]] = field(default_factory=dict)
+    slices: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     wanted: dict[ValueKey, list[Layout]] = field(default_factory=dict)
+    leaving: dict[ValueKey, Layout] = field(default_factory=dict)
     ends: dict[str, list[Need]] = field(default_factory=dict)
     layout: dict[ValueKey, Layout] = field(default_factory=dict)
     views: frozenset[str] = frozenset()
@@ -70,7 +75,7 @@ class MakeSchedule:
         saved = _saved(graph, order, [*_reads(order.backward, derived), *grads], layout, derived)
         first = Phase("forward", order.forward, [], [*outputs, *saved], views=views)
         first.inputs = [(key, layout(key)) for key in _used(graph, order.forward, first.outputs, rest, views)]
-        plan_transfers(graph, first, derived, rest)
+        plan_transfers(graph, first, derived, layout, rest)
         if not order.training:
             return Schedule(first, None, [])
         second = Phase("backward", order.backward, [], grads, views=views, layout=dict(saved))
@@ -78,7 +83,7 @@ class MakeSchedule:
         tangents = {name for _, name in graph.captured.tangents}
         second.inputs = [*saved, *((key, layout(key)) for key in used if key[0] not in tangents)]
         second.inputs += [((name, 0), layout((name, 0))) for _, name in graph.captured.tangents]
-        plan_transfers(graph, second, derived, rest | {key for key, _ in saved})
+        plan_transfers(graph, second, derived, layout, rest | {key for key, _ in saved})
         return Schedule(first, second, saved)
 
 
@@ -135,7 +140,11 @@ def _used(
 
 
 def plan_transfers(
-    graph: Annotated, phase: Phase, derived: Callable[[OpNode], Derived], rest: AbstractSet[ValueKey]
+    graph: Annotated,
+    phase: Phase,
+    derived: Callable[[OpNode], Derived],
+    layout: Callable[[ValueKey], Layout],
+    rest: AbstractSet[ValueKey],
 ) -> None:
     """Made values move on at once; resting ones (and views of them) one heavy op before their first use.
 
@@ -145,15 +154,23 @@ def plan_transfers(
     phase.ops = [op for op in phase.ops if op.name not in lazy]
     ahead: list[str] = []
     given: dict[str, list[Need]] = {}
-    for key, layout in phase.outputs:
+    for key, wanted in phase.outputs:
         if key not in rest and key[0] not in lazy:
-            phase.wanted.setdefault(key, []).append(layout)
-            given.setdefault(key[0], []).append((key, layout))
+            if _leaves_apart(graph, key, wanted, derived):
+                phase.leaving[key] = wanted
+            else:
+                phase.wanted.setdefault(key, []).append(wanted)
+            given.setdefault(key[0], []).append((key, wanted))
     under_way: list[tuple[int, Need]] = []
+    begin_at = {op.name: t for t, op in enumerate(phase.ops)}
     for op in phase.ops:
         begin = ahead[-1] if ahead else op.name
-        for key, port in zip(op.operands, derived(op).inputs, strict=True):
-            if key in rest or key[0] in lazy:
+        for i, (key, port) in enumerate(zip(op.operands, derived(op).inputs, strict=True)):
+            rests = key in rest or key[0] in lazy
+            if port.comes_apart(phase.layout.get(key) or layout(key)):
+                first = begin_at[begin] if rests else max(begin_at[begin], begin_at[key[0]] + 1)
+                phase.slices.setdefault(phase.ops[first].name, []).append((op.name, i))
+            elif rests:
                 phase.starts.setdefault(begin, []).append((key, port.layout))
             else:
                 phase.wanted.setdefault(key, []).append(port.layout)
@@ -163,3 +180,12 @@ def plan_transfers(
             phase.ends[op.name] = done
             under_way = [(number, need) for number, need in under_way if number + WAIT_AFTER > len(ahead)]
         under_way += [(len(ahead), need) for need in given.get(op.name, ())]
+
+
+def _leaves_apart(graph: Annotated, key: ValueKey, wanted: Layout, derived: Callable[[OpNode], Derived]) -> bool:
+    """Whether a result of the phase is brought to its layout slice by slice, as the loop makes it."""
+    port = derived(graph.by_name[key[0]]).outputs[key[1]]
+    if not port.comes_apart(wanted):
+        return False
+    folded = quotient(graph)
+    return producer_of(graph, key, folded.param_class) in folded.gradients
