@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,14 @@ from slow_ranks import CLUSTER
 from torch import nn
 
 import stpart_compiler as st
+from stpart_compiler.capture import capture
+from stpart_compiler.compile import annotate, fuse
+from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.cost_models.liveness import alive_bytes, alive_tensors
-from stpart_compiler.ir.layout import gather
+from stpart_compiler.ir.layout import form, gather, shard
 from stpart_compiler.ir.program import Instr
+from stpart_compiler.passes.problem import BuildProblem, SolverOptions, evaluate, memory_bytes
+from stpart_compiler.passes.space import BuildSpace, Costs, Space
 from stpart_compiler.runtime.engine import Engine
 from stpart_compiler.runtime.threads import run_ranks
 
@@ -108,6 +114,40 @@ def test_weights_are_never_whole(ranks: int, heads: int, pairs: int) -> None:
     for slot, blocks in zip(compiled.interface.params, zip(*found, strict=True), strict=True):
         whole = gather(list(blocks), slot.layout, compiled.plan.mesh)
         torch.testing.assert_close(whole, model.get_parameter(slot.name).grad, rtol=1e-9, atol=1e-12)
+
+
+def test_estimates_know_what_comes_in_slices() -> None:
+    """Of weights along their heads, which come whole, and beside them: estimated and exact peak, and price."""
+    with torch.device("meta"):
+        model, tokens = Model(False, 64, 64), torch.zeros(1, 32, dtype=torch.long)
+    graph = fuse(annotate(capture(model, (tokens,)), stripes=4), "all")
+    assert graph is not None
+    beside = st.compile_model(model, (tokens,), mesh=4, template="metp", cluster=CLUSTER).plan
+    moved = {f"{name}.weight": int(name == "out") for name in ("q", "k", "v", "out")}
+    cuts = {name: shard(beside.params[name].shape, {dim: (form(4, d=1),)}) for name, dim in moved.items()}
+    problem = BuildProblem(SolverOptions()).apply(BuildSpace(Costs(load_cluster(CLUSTER), beside.mesh)).apply(graph))
+    estimates, peaks, seconds = [], [], []
+    for plan in (beside, replace(beside, params={**beside.params, **cuts})):
+        made = st.compile_model(model, (tokens,), mesh=4, plan=plan, cluster=CLUSTER)
+        choice = chosen(problem.space, plan)
+        estimates.append(memory_bytes(problem, choice))
+        peaks.append(made.plan.memory["peak"])
+        seconds.append((evaluate(problem, choice), made.simulate().seconds))
+    assert peaks[0] <= estimates[0] < 1.2 * peaks[0]
+    assert peaks[1] <= estimates[1]
+    assert peaks[0] < 0.8 * peaks[1]
+    assert seconds[0][0] > seconds[1][0]  # more messages
+    assert all(priced == pytest.approx(simulated, rel=0.1) for priced, simulated in seconds)
+
+
+def chosen(space: Space, plan: st.Plan) -> dict[int, int]:
+    """The plan as an assignment of the space."""
+    found = {
+        klass: own.strategies.index(plan.strategies[own.op.name])
+        for klass, own in enumerate(space.choices)
+        if own.root == klass
+    }
+    return found | {-1 - i: own.layouts.index(plan.params[own.names[0]]) for i, own in enumerate(space.params)}
 
 
 def test_alive_tensors_are_those_whose_bytes_are_counted() -> None:
