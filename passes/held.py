@@ -361,7 +361,7 @@ def op_bytes(
     made = 0
     for tensor, port, result in zip(op.rule.outputs, derived.outputs, op.call.results, strict=True):
         if result is not None and not is_view(op.call.target):
-            copies = 2 if port.motion == SLICE else 1  # the slices, and joined
+            copies = 1 if port.slices is None else 2  # the slices, and joined
             made += copies * costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
     return made + own_bytes(costs, op, strategy, derived, lasting)
 
@@ -369,7 +369,10 @@ def op_bytes(
 def own_bytes(
     costs: Costs, op: OpNode, strategy: Strategy, derived: Derived, lasting: frozenset[tuple[int, int]]
 ) -> int:
-    """Bytes that an op needs while it runs, beside its operands, results and slices of these: `passes/temporal.py`."""
+    """Bytes that an op needs while it runs, beside its operands and results: see `passes/temporal.py`.
+
+    Slices of a result that are the same on all ranks are held with it (`MemoryMaker`): it need not be there whole.
+    """
     call, steps = op.call, costs.steps(strategy)
     total = 0
     blocks = _block_bytes(costs, op, strategy)
@@ -384,8 +387,10 @@ def own_bytes(
     time = strategy.time_factor
     if time is not None and op.rule.factors[time].kind == ONLINE:
         return total + _merging_bytes(op, blocks)
-    for port, nbytes in zip(derived.outputs, blocks, strict=True):
-        total += {MOVE: 2 * nbytes, SLICE: 0}.get(port.motion, nbytes)
+    for tensor, port, nbytes, result in zip(op.rule.outputs, derived.outputs, blocks, call.results, strict=True):
+        if result is not None and port.slices is None:
+            whole = costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
+            total += {MOVE: 2 * nbytes, SLICE: whole}.get(port.motion, nbytes)
     return total
 
 

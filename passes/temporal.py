@@ -1,5 +1,7 @@
 """Unroll a temporal strategy on one rank: exchange for step t+1, compute of step t, wait.
 
+Operands and results that come and go slice by slice: `passes/slices.py`.
+
 Moving operands need two buffers: the block in use and the one arriving. A moving result is a partial sum: it arrives
 from the previous holder while this rank computes its own part, and is sent on with that part added. Blocks that
 contribute nothing (masked as a whole, or empty) are not computed.
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-NONE_LEAVES: Mapping[int, Leaving] = {}
+_NONE: Mapping[int, Leaving] = {}
 
 
 def emit_temporal(
@@ -38,7 +40,7 @@ def emit_temporal(
     derived: Derived,
     operands: Sequence[Value | Arriving],
     emitter: PhaseEmitter,
-    leaving: Mapping[int, Leaving] = NONE_LEAVES,
+    leaving: Mapping[int, Leaving] = _NONE,
 ) -> list[Value | Pending | None]:
     """All steps of one op; returns the local results in their layouts at rest.
 
@@ -68,6 +70,7 @@ class _Loop:
         self.ins = derived.inputs
         self.outs = derived.outputs
         self.arrives = {i: x for i, x in enumerate(operands) if isinstance(x, Arriving)}
+        self.slices: dict[int, Value] = {}
         self.leaving = leaving
         self.rest = [x.whole if isinstance(x, Arriving) else x for x in operands]
         self.emitter = emitter

@@ -57,10 +57,10 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Slices:
-    """Parts of a tensor that the steps of a loop read or make, one after another. `dim`: the dim that is sliced.
+    """Parts of a tensor that the steps of a loop read or make, one after another, the same on all ranks.
 
-    `atoms[t]`: that dim in the part of step t, which is a tensor of its own; empty where ranks take different parts in
-    a step. `is_outer`: nothing lies outside of what is sliced, so that a part of a contiguous tensor is contiguous.
+    `dim`: the dim that is sliced; `atoms[t]`: that dim in the part of step t, which is a tensor of its own. `is_outer`:
+    nothing lies outside of what is sliced, so that a part of a contiguous tensor is contiguous.
     """
 
     dim: int
@@ -82,7 +82,7 @@ class Slices:
 class Port:
     """One operand or result under a strategy: its layout at rest, and what it does over the time steps.
 
-    `slices`: of one that is sliced.
+    `slices`: of one that is sliced, unless ranks take different parts in a step.
     """
 
     layout: Layout
@@ -96,7 +96,7 @@ class Port:
         So it is where both layouts have the sliced dim alike: then the part of a step is a part of every rank's block.
         """
         slices = self.slices
-        if slices is None or not slices.atoms or other == self.layout:
+        if slices is None or other == self.layout:
             return False
         return other.dims[slices.dim] == self.layout.dims[slices.dim]
 
@@ -192,19 +192,21 @@ def _output_port(rule: OpRule, strategy: Strategy, mesh: Mesh, index: int, time:
     return Port(_layout(rule, strategy, tensor, strategy.steps - 1, partial, combine), MOVE, shift)
 
 
-def _slices(rule: OpRule, strategy: Strategy, tensor: TensorMap, time: int | None) -> Slices:
-    """The slices of a tensor that has the factor cut in time."""
+def _slices(rule: OpRule, strategy: Strategy, tensor: TensorMap, time: int | None) -> Slices | None:
+    """The slices of a tensor that has the factor cut in time; None where they are no tensors of their own."""
     assert time is not None
     dim = next(d for d, factors in enumerate(tensor) if time in factors)
     *space, in_time = strategy.digits[time]
-    is_outer = all(rule.factors[f].size == 1 for f in _before(tensor, dim, time))
-    is_common = not in_time.coeffs and not rule.windowed & set(tensor[dim])
-    extents = _step_extents(rule.factors[time].size, tuple(space), in_time) if is_common else ()
+    if in_time.coeffs or rule.windowed & set(tensor[dim]):
+        return None
 
     def atom(f: int, extent: int) -> Atom:
         return Atom(extent, tuple(space)) if f == time else Atom(rule.factors[f].size, strategy.digits[f])
 
-    return Slices(dim, tuple(tuple(atom(f, extent) for f in tensor[dim]) for extent in extents), is_outer)
+    extents = _step_extents(rule.factors[time].size, tuple(space), in_time)
+    is_outer = all(rule.factors[f].size == 1 for f in _before(tensor, dim, time))
+    atoms = tuple(tuple(atom(f, extent) for f in tensor[dim]) for extent in extents)
+    return Slices(dim, atoms, is_outer) if atoms else None
 
 
 def _before(tensor: TensorMap, dim: int, factor: int) -> list[int]:
