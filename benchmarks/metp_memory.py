@@ -7,10 +7,10 @@ MiB of the fullest rank:
 
     counted   x, q, k, v and the attention's output, all that is alive of them at once in forward: what the formulas
               bsh(1+4/p) of tensor parallelism and bsh(2/p+3/p^2) of METP count. Here also what is merged twice in a
-              ring; left out: buffers of the ring, gathered weights, the layer's output.
+              ring; left out: buffers of the ring, slices of weights, the layer's output.
     kept      all that forward keeps for backward, without parameters
     forward, backward   peak of all that the phase holds while attention runs, without parameters, their gradients and
-              inputs: buffers, gathered weights and outputs too
+              inputs: buffers, slices of weights and outputs too
     scores    of attention written out, in a second table: the largest tensor with one number per query and key
 
     python benchmarks/metp_memory.py --check --ranks 4 --length 1024 --hidden 64 --heads 8

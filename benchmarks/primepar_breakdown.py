@@ -170,11 +170,11 @@ class Partition:
         fits_width = not axes & self.width_axes or op.rule.factors[f].size == self.width
         return fits_width and (not axes & self.batch_axes or f in op.batch)
 
-    def _layouts(self, value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+    def _layouts(self, graph: Annotated, value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
         """Megatron's weights rest cut along the width's axes; PrimePar's spread over all ranks."""
         if not self.temporal:
             layouts = [layout for layout in layouts if _axes(layout.digits) <= self.width_axes]
-        return PRIMEPAR.layouts(value, layouts, mesh) if len(value.shape) > 1 and PRIMEPAR.layouts else layouts
+        return PRIMEPAR.layouts(graph, value, layouts, mesh) if len(value.shape) > 1 and PRIMEPAR.layouts else layouts
 
 
 PRIMEPAR = TEMPLATES["primepar"].restriction

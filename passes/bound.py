@@ -383,7 +383,7 @@ def _joint(problem: Problem, source: int | None, target: int | None, uses: list[
     for use in uses:
         at = np.ix_(_side_index(problem, source, use.from_members), _side_index(problem, target, use.to_members))
         price = np.array(use.price, dtype=np.float64) * use.edge.count
-        pair = np.array(use.from_ids, dtype=np.int64)[:, None] * 2**20 + np.array(use.to_ids, dtype=np.int64)[None, :]
+        pair = np.array(use.from_ids, dtype=np.int64)[:, None] * 2**20 + use.wanted_ids()
         pairs.append(pair[price > 0])
         ids.append(np.where(price > 0, pair, -1)[at])
         prices.append(price[at])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -29,7 +30,8 @@ from stpart_compiler.passes.rules import Block, OpCall
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import bind
 from stpart_compiler.passes.schedule import Need, Phase, Schedule
-from stpart_compiler.passes.temporal import emit_temporal
+from stpart_compiler.passes.slices import Apart, Arriving, Leaving
+from stpart_compiler.passes.temporal import contiguous_copy, emit_temporal, time_slice
 
 aten = torch.ops.aten
 
@@ -98,6 +100,7 @@ class PhaseEmitter:
         self.rank = rank
         self.builder = Builder(rank, phase.name, device, first_tag)
         self.have: dict[tuple[ValueKey, Layout], Value | Pending] = {}
+        self.arriving: dict[tuple[str, int], Arriving] = {}  # (op, port), by slices
         self.base: dict[str, Value] = {}  # transposed view -> the contiguous tensor behind it
         self.pending_names: dict[str, tuple[str, ...]] = {}
         self.heavy = 0  # heavy ops so far
@@ -112,6 +115,8 @@ class PhaseEmitter:
                 self._advance_chains()
             for key, layout in self.phase.starts.get(op.name, ()):
                 self._start(key, layout)
+            for name, port in self.phase.slices.get(op.name, ()):
+                self._start_slices(self.placement.graph.by_name[name], port)
             self._emit(op)
             self.heavy += is_heavy(op)
             self._start_results(op)
@@ -173,6 +178,46 @@ class PhaseEmitter:
             self._note_pending(made, layout)
         elif made.left > 1:
             self.chains[(key, layout)] = self.heavy
+
+    def _start_slices(self, op: OpNode, i: int) -> None:
+        """Begin to bring the first slice of an operand to a loop."""
+        key, strategy = op.operands[i], self.placement.strategies[op.name]
+        source, port = self._made_in(key), self.placement.derived(op).inputs[i]
+        slices, coords = port.slices, self.mesh.coords[self.rank]
+        assert slices is not None
+
+        def cut(value: Value, t: int) -> Value:
+            with self._relayout(key):
+                part = time_slice(self.builder, op.rule, strategy, i, coords, value, t)
+                return part if slices.is_outer else contiguous_copy(self.builder, part)
+
+        apart = Apart(slices, source, port.layout, partial(self._relaid, key))
+        self.arriving[op.name, i] = Arriving(self.fetch(key, source), cut, apart)
+        self.arriving[op.name, i].begin(0)
+
+    def _relaid(self, key: ValueKey, value: Value, source: Layout, target: Layout) -> Value | Pending:
+        """Begin to bring a part of a value to a layout."""
+        with self._relayout(key):
+            begun = self._begun(value, source, target)
+        if isinstance(begun, Value):
+            return begun
+
+        def end() -> Value:
+            with self._relayout(key):
+                return begun.finish()
+
+        return Pending(end, begun.left)
+
+    def _leaving(self, op: OpNode, derived: Derived) -> dict[int, Leaving]:
+        """Results of a loop whose slices are brought to where they rest as they are made."""
+        found: dict[int, Leaving] = {}
+        for j, port in enumerate(derived.outputs):
+            key = (op.name, j)
+            if key in self.phase.leaving:
+                assert port.slices is not None
+                relayout = partial(self._relaid, key)
+                found[j] = Leaving(Apart(port.slices, port.layout, self.phase.leaving[key], relayout))
+        return found
 
     def _end_results(self, due: list[Need]) -> None:
         """Wait for results of the phase; those with another transfer to come run beside one more heavy op."""
@@ -254,8 +299,11 @@ class PhaseEmitter:
         made_in = [((op.name, i), port.layout) for i, port in enumerate(derived.outputs)]
         if any(isinstance(self.have.get(place), Value) for place in made_in):  # a late view is not made yet
             return
-        operands = [self.fetch(key, port.layout) for key, port in zip(op.operands, derived.inputs, strict=True)]
-        made = self._made(self._shown(op), strategy, derived, operands)
+        operands = [
+            self.arriving.pop((op.name, i)) if (op.name, i) in self.arriving else self.fetch(key, port.layout)
+            for i, (key, port) in enumerate(zip(op.operands, derived.inputs, strict=True))
+        ]
+        made = self._made(self._shown(op), strategy, derived, operands, self._leaving(op, derived))
         self._keep(op, derived, made)
 
     def _shown(self, op: OpNode) -> OpNode:
@@ -263,22 +311,33 @@ class PhaseEmitter:
         is_again = self.phase.name != "forward" and op.name not in self.placement.graph.backward
         return replace(op, name=op.name + AGAIN) if is_again and op.name not in self.phase.views else op
 
-    def _made(self, op: OpNode, strategy: Strategy, derived: Derived, operands: list[Value]) -> Sequence[Value | None]:
+    def _made(
+        self,
+        op: OpNode,
+        strategy: Strategy,
+        derived: Derived,
+        operands: list[Value | Arriving],
+        leaving: dict[int, Leaving],
+    ) -> Sequence[Value | Pending | None]:
         self.builder.origin = Origin(op.name, op.module_path, line=op.line)
         first = len(self.builder.body)
+        made: Sequence[Value | Pending | None]
         if strategy.steps > 1:
-            made: Sequence[Value | None] = emit_temporal(self.builder, op, strategy, derived, operands, self)
+            made = emit_temporal(self.builder, op, strategy, derived, operands, self, leaving)
         else:
-            made = self._call(op, strategy, operands)
+            made = self._call(op, strategy, [x for x in operands if isinstance(x, Value)])
         if strategy.pending or isinstance(op.call.target, Region):  # inside of a region sums may pass from op to op
             self._allow_pending(first)
         return made
 
-    def _keep(self, op: OpNode, derived: Derived, made: Sequence[Value | None]) -> None:
+    def _keep(self, op: OpNode, derived: Derived, made: Sequence[Value | Pending | None]) -> None:
         for index, value in enumerate(made):
+            key = (op.name, index)
+            layout = self.phase.leaving.get(key, derived.outputs[index].layout)
             if value is not None:
-                self.have[((op.name, index), derived.outputs[index].layout)] = value
-                self._note_pending(value, derived.outputs[index].layout)
+                self.have[(key, layout)] = value
+            if isinstance(value, Value):
+                self._note_pending(value, layout)
 
     def _call(self, op: OpNode, strategy: Strategy, operands: list[Value]) -> Sequence[Value | None]:
         return self.call_block(op, strategy, self.placement.block(op, strategy, self.rank), operands)
@@ -323,7 +382,7 @@ class PhaseEmitter:
         placed = [value if isinstance(value, Value) else value.finish() for value in begun]
         made = emit_temporal(self.builder, ring.op, ring.strategy, ring.derived, placed, self)
         self.builder.origin = keep
-        return made
+        return [value if isinstance(value, Value) else None for value in made]
 
     def _begun(self, value: Value, source: Layout, target: Layout) -> Value | Pending:
         if source == target:

@@ -175,15 +175,18 @@ class _Split:
         ops = [op for op in self.backward.ops if op.name not in self.tail_names]
         outputs = [*self._grads(False), *self.sums.items()]
         phase = replace(self.backward, name="accumulate", ops=ops, outputs=outputs, starts={}, wanted={}, ends={})
+        phase.slices, phase.leaving = {}, {}
         phase.gives_sums = True
         saved = set(self.backward.layout)
-        plan_transfers(self.graph, phase, self.placement.derived, resting(self.graph) | saved, self.placement.cost)
+        derived, layout = self.placement.derived, self.placement.layout
+        plan_transfers(self.graph, phase, derived, layout, resting(self.graph) | saved, self.placement.cost)
         return phase
 
     def reduce(self) -> Phase:
         sums = list(self.sums.items())
         phase = Phase("reduce", list(self.tail), sums, self._grads(True), layout=dict(sums), views=self.backward.views)
-        plan_transfers(self.graph, phase, self.placement.derived, set(self.sums), self.placement.cost)
+        derived, layout = self.placement.derived, self.placement.layout
+        plan_transfers(self.graph, phase, derived, layout, set(self.sums), self.placement.cost)
         return phase
 
     @cached_property

@@ -22,7 +22,7 @@ from stpart_compiler.cost_models.compute import copy_seconds
 from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.placement import Cuts, Tables, is_windowed, tables
 from stpart_compiler.passes.space import Costs
-from stpart_compiler.passes.uses import HIDDEN_SHARE, Prices
+from stpart_compiler.passes.uses import HIDDEN_SHARE, Prices, Use
 
 Array = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
@@ -41,6 +41,10 @@ class FloorPrices(Prices):
         exposed = np.maximum(HIDDEN_SHARE * transfer, transfer - beside) + local
         found: list[list[int]] = np.floor(exposed * 1e9).astype(np.int64).tolist()
         return found
+
+    def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: float) -> list[list[int]]:
+        """As they are: slices send as much as the whole."""
+        return table
 
     def _transfers(self, sources: list[Layout], targets: list[Layout], itemsize: int) -> Array:
         return floor_seconds(self.space.costs, sources, targets, itemsize)

@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.cost_models.memory import parameter_bytes
-from stpart_compiler.ir.layout import max_local_numel
+from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.rule import ONLINE, block_shape
 from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Strategy
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules import merge_of
 from stpart_compiler.passes.rules.region import Region
-from stpart_compiler.passes.space import Costs, Space, layouts_of
+from stpart_compiler.passes.space import Costs, Space, ports_of
 from stpart_compiler.passes.timeline import Claim, Counts, Held, Timeline
 from stpart_compiler.passes.uses import Assignment, Prices, Use
 
@@ -42,6 +42,9 @@ class Side:
 
     def at(self, choice: Assignment) -> int:
         return int(self.index[0 if self.root is None else choice[self.root]])
+
+
+NOBODY = Side(None, np.zeros(1, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -224,8 +227,8 @@ class MemoryMaker:
         return Memory(self.points, self.constant, self.tables, mixed, self.sizes)
 
     def layout_bytes(self) -> list[int]:
-        """Per number of a layout."""
-        return [max_local_numel(layout) * itemsize for layout, itemsize in self.prices.numbers]
+        """Per number of what is held."""
+        return [sum(map(max_local_numel, layouts)) * itemsize for layouts, itemsize, _ in self.prices.numbers]
 
     def _demands(self, held: Held) -> list[Demand]:
         found = [self.demand(held, claim) for claim in held.claims]
@@ -240,18 +243,30 @@ class MemoryMaker:
         table = self._table(held, claim, use)
         if np.all(table == NOTHING):
             return None
-        nobody = Side(None, np.zeros(1, dtype=np.int64))
         if np.all(table == table[:, :1]):
-            return Demand(source, nobody, table[:, :1], claim.counts)
+            return Demand(source, NOBODY, table[:, :1], claim.counts)
         if np.all(table == table[:1]):
-            return Demand(nobody, target, table[:1], claim.counts)
+            return Demand(NOBODY, target, table[:1], claim.counts)
         return Demand(source, target, table, claim.counts)
 
     def _made(self, held: Held, claim: Claim) -> Demand:
-        root, layouts, members = layouts_of(self.space, held.producer, held.value)
-        numbers = self.prices.ids(layouts, held.value.dtype.itemsize)
-        nobody = Side(None, np.zeros(1, dtype=np.int64))
-        return Demand(self._side(root, members), nobody, np.array(numbers)[:, None], claim.counts)
+        """While the op runs that makes it: of a loop that makes it in slices all of these too, before they are joined.
+
+        Of a gradient that is reduced by slices: the one just made, the one being reduced, and those that were.
+        """
+        itemsize = held.value.dtype.itemsize
+        root, ports, members = ports_of(self.space, held.producer, held.value)
+        wholes = [(port.layout,) * (2 if port.slices is not None else 1) for port in ports]
+        rows = np.array([self.prices.number(layouts, itemsize) for layouts in wholes])[:, None]
+        source = self._side(root, members)
+        use = self.prices.by_slices.get(held.producer)
+        if use is None:
+            return Demand(source, NOBODY, rows, claim.counts)
+        table = np.tile(rows, (1, len(use.to_ports)))
+        for (i, j), slices in use.apart.items():
+            part = slices.largest(use.from_layouts[i])
+            table[i, j] = self.prices.number((part, part, use.to_layouts[j]), itemsize)
+        return Demand(source, self._side(use.to_root, use.to_members), table, claim.counts)
 
     def _side(self, root: int | None, members: list[list[int]]) -> Side:
         if root is None:
@@ -262,23 +277,27 @@ class MemoryMaker:
         return Side(root, index)
 
     def _table(self, held: Held, claim: Claim, use: Use) -> Index:
-        """The number of the layout held, over the layouts of both sides."""
-        rows, columns = np.array(use.from_ids)[:, None], np.array(use.to_ids)[None, :]
+        """The number of what is held, over the layouts of both sides."""
+        rows, columns = np.array(use.from_ids)[:, None], use.wanted_ids()
         if claim.kind == "read":
-            return (
-                np.where(rows == columns, NOTHING, columns)
-                if held.shares
-                else np.broadcast_to(columns, (len(rows), columns.size))
-            )
-        itemsize = held.value.dtype.itemsize
-        settled = np.array(self.prices.ids([layout.without_partial() for layout in use.from_layouts], itemsize))[
-            :, None
-        ]
+            return np.where(rows == columns, NOTHING, columns) if held.shares else columns
+        settled = self._settled(use.from_layouts, held)[:, None]
         if claim.kind == "flight":  # an all-reduce sums in its result
             let_go = (rows == columns) | (settled == columns)
-            return np.where(let_go | held.shares, NOTHING, rows)
-        wanted = np.array(self.prices.ids([layout.without_partial() for layout in use.to_layouts], itemsize))[None, :]
-        return np.where(settled == rows, rows, wanted)
+            return np.where(let_go | held.shares, NOTHING, self._sent(held, use))
+        return np.where(settled == rows, rows, self._settled(use.to_layouts, held)[None, :])
+
+    def _settled(self, layouts: list[Layout], held: Held) -> Index:
+        """Numbers of the layouts once their sums are reduced."""
+        itemsize = held.value.dtype.itemsize
+        return np.array([self.prices.number((layout.without_partial(),), itemsize) for layout in layouts])
+
+    def _sent(self, held: Held, use: Use) -> Index:
+        """What is held of a value as it was made, until a use has it: of a gradient in slices the last one."""
+        table = np.tile(np.array(use.from_ids)[:, None], (1, len(use.to_ids)))
+        for (i, j), slices in use.apart.items() if use.edge.consumer < 0 else ():
+            table[i, j] = self.prices.number((slices.largest(use.from_layouts[i]),), held.value.dtype.itemsize)
+        return table
 
     def _add(self, demands: list[Demand]) -> bool:
         """Add a value to the tables, if one root decides of it alone."""
@@ -342,14 +361,18 @@ def op_bytes(
     made = 0
     for tensor, port, result in zip(op.rule.outputs, derived.outputs, op.call.results, strict=True):
         if result is not None and not is_view(op.call.target):
-            made += costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
+            copies = 1 if port.slices is None else 2  # the slices, and joined
+            made += copies * costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
     return made + own_bytes(costs, op, strategy, derived, lasting)
 
 
 def own_bytes(
     costs: Costs, op: OpNode, strategy: Strategy, derived: Derived, lasting: frozenset[tuple[int, int]]
 ) -> int:
-    """Bytes that an op needs while it runs, beside its operands and results: see `passes/temporal.py`."""
+    """Bytes that an op needs while it runs, beside its operands and results: see `passes/temporal.py`.
+
+    Slices of a result that are the same on all ranks are held with it (`MemoryMaker`): it need not be there whole.
+    """
     call, steps = op.call, costs.steps(strategy)
     total = 0
     blocks = _block_bytes(costs, op, strategy)
@@ -365,7 +388,7 @@ def own_bytes(
     if time is not None and op.rule.factors[time].kind == ONLINE:
         return total + _merging_bytes(op, blocks)
     for tensor, port, nbytes, result in zip(op.rule.outputs, derived.outputs, blocks, call.results, strict=True):
-        if result is not None:
+        if result is not None and port.slices is None:
             whole = costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
             total += {MOVE: 2 * nbytes, SLICE: whole}.get(port.motion, nbytes)
     return total

@@ -209,7 +209,7 @@ def group_price(group: list[Use], choice: Assignment) -> int:
     for use in group:
         i, j = use.side(choice, source=True), use.side(choice, source=False)
         if use.price[i][j]:
-            pair = (use.from_ids[i], use.to_ids[j])
+            pair = use.pair(i, j)
             paid[pair] = max(paid.get(pair, 0), use.price[i][j] * use.edge.count)
     return sum(paid.values())
 

@@ -6,7 +6,7 @@ Built once per graph; search spaces, templates and problems then cost the same f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from stpart_compiler.passes.propagate import Annotated, ValueInfo, ValueKey
 
@@ -46,6 +46,12 @@ class Quotient:
     edges: list[Edge]
     finals: list[Edge]
     fixed_bytes: int
+
+    @cached_property
+    def gradients(self) -> frozenset[Producer]:
+        """Whose values are each the gradient of a parameter, and nothing else."""
+        read = [edge.producer for edge in (*self.edges, *self.finals)]
+        return frozenset(edge.producer for edge in self.finals if edge.port >= 0 and read.count(edge.producer) == 1)
 
 
 @lru_cache(maxsize=4)

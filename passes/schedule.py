@@ -18,6 +18,7 @@ from stpart_compiler.ir.spacetime import Derived
 from stpart_compiler.passes.ahead import Ahead
 from stpart_compiler.passes.order import NOTHING_AGAIN, Orders, orders, views_of
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
+from stpart_compiler.passes.quotient import producer_of, quotient
 
 Need = tuple[ValueKey, Layout]
 
@@ -26,9 +27,11 @@ Need = tuple[ValueKey, Layout]
 class Phase:
     """One program's content, the same on all ranks.
 
-    `starts[op]`: fetches of resting values to begin before that op. `wanted[value]`: layouts to begin as soon as the
-    value is made. `ends[op]`: results of the phase to wait for before that op. `layout`: layouts of inputs that differ
-    from where the value was produced. `gives_sums`: outputs may be pending sums.
+    `starts[op]`: fetches of resting values to begin before that op. `slices[op]`: operands that arrive slice by slice,
+    as names of loops and ports, the first slice to begin before that op. `wanted[value]`: layouts to begin as soon as
+    the value is made. `leaving[value]`: where its slices are brought as they are made. `ends[op]`: results of the phase
+    to wait for before that op. `layout`: layouts of inputs that differ from where the value was produced. `gives_sums`:
+    outputs may be pending sums.
     """
 
     name: str
@@ -36,7 +39,9 @@ class Phase:
     inputs: list[Need]
     outputs: list[Need]
     starts: dict[str, list[Need]] = field(default_factory=dict)
+    slices: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     wanted: dict[ValueKey, list[Layout]] = field(default_factory=dict)
+    leaving: dict[ValueKey, Layout] = field(default_factory=dict)
     ends: dict[str, list[Need]] = field(default_factory=dict)
     layout: dict[ValueKey, Layout] = field(default_factory=dict)
     views: frozenset[str] = frozenset()
@@ -74,7 +79,7 @@ class MakeSchedule:
         saved = _saved(graph, order, [*_reads(order.backward, derived), *grads], layout, derived)
         first = Phase("forward", order.forward, [], [*outputs, *saved], views=views)
         first.inputs = [(key, layout(key)) for key in _used(graph, order.forward, first.outputs, rest, views)]
-        plan_transfers(graph, first, derived, rest, self.cost)
+        plan_transfers(graph, first, derived, layout, rest, self.cost)
         if not order.training:
             return Schedule(first, None, [])
         second = Phase("backward", order.backward, [], grads, views=views, layout=dict(saved))
@@ -82,7 +87,7 @@ class MakeSchedule:
         tangents = {name for _, name in graph.captured.tangents}
         second.inputs = [*saved, *((key, layout(key)) for key in used if key[0] not in tangents)]
         second.inputs += [((name, 0), layout((name, 0))) for _, name in graph.captured.tangents]
-        plan_transfers(graph, second, derived, rest | {key for key, _ in saved}, self.cost)
+        plan_transfers(graph, second, derived, layout, rest | {key for key, _ in saved}, self.cost)
         return Schedule(first, second, saved)
 
 
@@ -142,6 +147,7 @@ def plan_transfers(
     graph: Annotated,
     phase: Phase,
     derived: Callable[[OpNode], Derived],
+    layout: Callable[[ValueKey], Layout],
     rest: AbstractSet[ValueKey],
     cost: LinkCost,
 ) -> None:
@@ -150,16 +156,33 @@ def plan_transfers(
     phase.ops = [op for op in phase.ops if op.name not in lazy]
     ahead = Ahead(graph, phase.ops, cost)
     given: dict[str, list[Need]] = {}
-    for key, layout in phase.outputs:
+    for key, wanted in phase.outputs:
         if key not in rest and key[0] not in lazy:
-            phase.wanted.setdefault(key, []).append(layout)
-            given.setdefault(key[0], []).append((key, layout))
+            if _leaves_apart(graph, key, wanted, derived):
+                phase.leaving[key] = wanted
+            else:
+                phase.wanted.setdefault(key, []).append(wanted)
+            given.setdefault(key[0], []).append((key, wanted))
+    place = {op.name: t for t, op in enumerate(phase.ops)}
     for t, (op, begin) in enumerate(zip(phase.ops, ahead.begins(), strict=True)):
-        for key, port in zip(op.operands, derived(op).inputs, strict=True):
-            if key in rest or key[0] in lazy:
+        for i, (key, port) in enumerate(zip(op.operands, derived(op).inputs, strict=True)):
+            rests = key in rest or key[0] in lazy
+            if port.comes_apart(phase.layout.get(key) or layout(key)):
+                first = begin if rests else max(begin, place[key[0]] + 1)
+                phase.slices.setdefault(phase.ops[first].name, []).append((op.name, i))
+            elif rests:
                 phase.starts.setdefault(phase.ops[begin].name, []).append((key, port.layout))
             else:
                 phase.wanted.setdefault(key, []).append(port.layout)
         end = ahead.end(t) if op.name in given else None
         if end is not None:
             phase.ends.setdefault(phase.ops[end].name, []).extend(given[op.name])
+
+
+def _leaves_apart(graph: Annotated, key: ValueKey, wanted: Layout, derived: Callable[[OpNode], Derived]) -> bool:
+    """Whether a result of the phase is brought to its layout slice by slice, as the loop makes it."""
+    port = derived(graph.by_name[key[0]]).outputs[key[1]]
+    if not port.comes_apart(wanted):
+        return False
+    folded = quotient(graph)
+    return producer_of(graph, key, folded.param_class) in folded.gradients

@@ -312,7 +312,7 @@ class _Model:
             for source, target, indicator in self._indicators(use):
                 price = use.price[source][target] * use.edge.count
                 if price:
-                    pair = (use.from_ids[source], use.to_ids[target])
+                    pair = use.pair(source, target)
                     users.setdefault(pair, []).append(_Sharer(use, (source, target), indicator, price))
         for sharing in users.values():
             self._add_shared(sharing)

@@ -19,7 +19,7 @@ from stpart_compiler.ir.layout import Digit, Layout, form, max_local_numel, repl
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.ir.rule import SUM, TensorMap, block_shape
-from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Strategy, derive, factor_atom
+from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Slices, Strategy, derive, factor_atom
 from stpart_compiler.passes.inner_rings import inner_op, inner_ring, inner_strategy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
@@ -228,7 +228,7 @@ class Restriction:
     """
 
     allow: Allow | None = None
-    layouts: Callable[[ValueInfo, list[Layout], Mesh], list[Layout]] | None = None
+    layouts: Callable[[Annotated, ValueInfo, list[Layout], Mesh], list[Layout]] | None = None
     score: Callable[[OpNode, Strategy, Mesh], int] | None = None
 
     def strategies(self, op: OpNode, found: list[Strategy], mesh: Mesh) -> list[Strategy]:
@@ -252,7 +252,7 @@ class BuildSpace:
     def apply(self, graph: Annotated, restriction: Restriction = Restriction()) -> Space:
         mesh = self.costs.mesh
         classes = quotient(graph)
-        params, param_class = _params(classes, mesh, restriction, self.options), classes.param_class
+        params, param_class = _params(graph, classes, mesh, restriction, self.options), classes.param_class
         carriers = pending_carriers(graph)
         choices: list[Choices] = []
         for members in graph.classes:
@@ -480,12 +480,14 @@ def _skewed_cuts(shape: Sequence[int], axes: Sequence[str], mesh: Mesh, space: S
     return found
 
 
-def _params(graph: Quotient, mesh: Mesh, restriction: Restriction, space: StrategySpace) -> list[ParamChoices]:
+def _params(
+    graph: Annotated, classes: Quotient, mesh: Mesh, restriction: Restriction, space: StrategySpace
+) -> list[ParamChoices]:
     found = []
-    for group in graph.params:
+    for group in classes.params:
         layouts = rest_layouts(group.value.shape, mesh, space)
         if restriction.layouts is not None:
-            layouts = restriction.layouts(group.value, layouts, mesh)
+            layouts = restriction.layouts(graph, group.value, layouts, mesh)
         found.append(ParamChoices(group.names, group.value, layouts))
     return found
 
@@ -497,32 +499,34 @@ def strategy_of(space: Space, choice: Mapping[int, int], klass: int) -> tuple[in
     return index, choices.strategies[index]
 
 
-def layouts_of(
+def ports_of(
     space: Space, producer: tuple[str, int, int], value: ValueInfo
-) -> tuple[int | None, list[Layout], list[list[int]]]:
-    """Root, distinct layouts, and per layout the root's choices, of the values of a producer class."""
+) -> tuple[int | None, list[Port], list[list[int]]]:
+    """Root, the distinct ways in which values of a producer class are made, and per way the root's choices."""
     kind, index, result = producer
     if kind == "fixed":
-        return None, [replicated(value.shape)], [[]]
+        return None, [Port(replicated(value.shape))], [[]]
     if kind == "param":
         layouts = space.params[index].layouts
-        return -1 - index, list(layouts), [[i] for i in range(len(layouts))]
+        return -1 - index, [Port(layout) for layout in layouts], [[i] for i in range(len(layouts))]
     source = space.choices[index]
-    merged: dict[Layout, list[int]] = {}
-    for derived, members in zip(source.derived, source.members, strict=True):
-        merged.setdefault(derived.outputs[result].layout, []).extend(members)
-    return source.root, list(merged), list(merged.values())
+    return source.root, *_distinct([derived.outputs[result] for derived in source.derived], source.members)
 
 
-def needs_of(space: Space, edge: Edge) -> tuple[int | None, list[Layout], list[list[int]]]:
-    """Root, distinct layouts, and per layout the root's choices, that a use asks for."""
+def needs_of(space: Space, edge: Edge) -> tuple[int | None, list[Port], list[list[int]]]:
+    """Root, the distinct ways in which a use reads values, and per way the root's choices."""
     if edge.consumer < 0:
         if edge.port < 0:
-            return None, [replicated(edge.value.shape)], [[]]
+            return None, [Port(replicated(edge.value.shape))], [[]]
         layouts = space.params[edge.port].layouts
-        return -1 - edge.port, list(layouts), [[i] for i in range(len(layouts))]
+        return -1 - edge.port, [Port(layout) for layout in layouts], [[i] for i in range(len(layouts))]
     target = space.choices[edge.consumer]
-    merged: dict[Layout, list[int]] = {}
-    for derived, members in zip(target.derived, target.members, strict=True):
-        merged.setdefault(derived.inputs[edge.port].layout, []).extend(members)
-    return target.root, list(merged), list(merged.values())
+    return target.root, *_distinct([derived.inputs[edge.port] for derived in target.derived], target.members)
+
+
+def _distinct(ports: list[Port], members: list[list[int]]) -> tuple[list[Port], list[list[int]]]:
+    """Ports that differ in their layout or slices, and the root's choices of each."""
+    merged: dict[tuple[Layout, Slices | None], list[int]] = {}
+    for port, ids in zip(ports, members, strict=True):
+        merged.setdefault((port.layout, port.slices), []).extend(ids)
+    return [Port(layout, slices=slices) for layout, slices in merged], list(merged.values())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stpart_compiler.ir.layout import Digit, Layout, max_local_numel
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.spacetime import MOVE, STAY, Strategy, derive
-from stpart_compiler.passes.propagate import OpNode, ValueInfo
+from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.space import Restriction
 from stpart_compiler.passes.strategies import TILE_STEPS, is_contraction
@@ -216,30 +216,49 @@ def _primepar(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     return all(port.motion == MOVE for port in derived.inputs) and derived.outputs[0].motion == STAY
 
 
-def whole_layouts(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+def whole_layouts(graph: Annotated, value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
     """Every rank holds the parameter whole."""
     return [layout for layout in layouts if layout.is_replicated]
 
 
-def _fully_sharded(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+def _fully_sharded(graph: Annotated, value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
     """Layouts with the smallest block: the parameter is spread over all ranks where its dims allow."""
     plain = [layout for layout in layouts if all(len(d.coeffs) == 1 for d in layout.digits)]
     least = min(max_local_numel(layout) for layout in plain)
     return [layout for layout in plain if max_local_numel(layout) == least]
 
 
-def _smallest(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+def _beside_groups(graph: Annotated, value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+    """As fully sharded, the weights of attention not along its heads: of each group of them every rank has a part."""
+    found = _fully_sharded(graph, value, layouts, mesh)
+    ports = [
+        (op, port)
+        for op in graph.readers.get(value.key[0], [])
+        for port, key in enumerate(op.operands)
+        if key == value.key
+    ]
+    groups = {
+        d
+        for op, port in ports
+        if op.rule.rings
+        for d, factors in enumerate(op.rule.inputs[port])
+        if (op.rule.tiles - op.data) & set(factors)
+    }
+    return [layout for layout in found if not any(a.digits for d in groups for a in layout.dims[d])] or found
+
+
+def _smallest(graph: Annotated, value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
     least = min(max_local_numel(layout) for layout in layouts)
     return [layout for layout in layouts if max_local_numel(layout) == least]
 
 
-def _on_two_dims(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+def _on_two_dims(graph: Annotated, value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
     """One dim cut on each axis; where there are no such two, the layouts with the smallest block."""
     apart = [layout for layout in layouts if sum(any(atom.digits for atom in dim) for dim in layout.dims) == 2]
-    return _fully_sharded(value, apart or layouts, mesh)
+    return _fully_sharded(graph, value, apart or layouts, mesh)
 
 
-def _model_axes(value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
+def _model_axes(graph: Annotated, value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
     _, model = _roles(mesh)
     return [layout for layout in layouts if all(len(d.coeffs) == 1 and _axes((d,)) <= model for d in layout.digits)]
 
@@ -294,7 +313,7 @@ _ALL = (
     Template(
         "metp",
         "tokens cut; keys and values rotate in attention, a group of heads at a time, weights in MLPs",
-        Restriction(_metp, _fully_sharded, _cuts),
+        Restriction(_metp, _beside_groups, _cuts),
         _always,
         regions="all",
     ),

@@ -1,5 +1,7 @@
 """Unroll a temporal strategy on one rank: exchange for step t+1, compute of step t, wait.
 
+Operands and results that come and go slice by slice: `passes/slices.py`.
+
 Moving operands need two buffers: the block in use and the one arriving. A moving result is a partial sum: it arrives
 from the previous holder while this rank computes its own part, and is sent on with that part added. Blocks that
 contribute nothing (masked as a whole, or empty) are not computed.
@@ -7,32 +9,44 @@ contribute nothing (masked as a whole, or empty) are not computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from stpart_compiler.ir.combine import PAIRWISE, neutral
 from stpart_compiler.ir.layout import Atom, Range
-from stpart_compiler.ir.program import P2P_CHANNEL, Builder, Origin, Value
-from stpart_compiler.ir.rule import ONLINE, SUM, OpRule, TensorMap
+from stpart_compiler.ir.program import P2P_CHANNEL, Builder, Origin, Pending, Value
+from stpart_compiler.ir.rule import ONLINE, SUM, OpRule
 from stpart_compiler.ir.spacetime import MOVE, SLICE, Cuts, Derived, Port, Strategy, result_combine
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules import Block, is_void, merge_of
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import Merge
+from stpart_compiler.passes.slices import Arriving, Leaving
 
 if TYPE_CHECKING:
     from stpart_compiler.passes.codegen import PhaseEmitter
 
 aten = torch.ops.aten
 
+_NONE: Mapping[int, Leaving] = {}
+
 
 def emit_temporal(
-    builder: Builder, op: OpNode, strategy: Strategy, derived: Derived, operands: list[Value], emitter: PhaseEmitter
-) -> list[Value | None]:
-    """All steps of one op; returns the local results in their layouts at rest."""
-    loop = _Loop(builder, op, strategy, derived, operands, emitter)
+    builder: Builder,
+    op: OpNode,
+    strategy: Strategy,
+    derived: Derived,
+    operands: Sequence[Value | Arriving],
+    emitter: PhaseEmitter,
+    leaving: Mapping[int, Leaving] = _NONE,
+) -> list[Value | Pending | None]:
+    """All steps of one op; returns the local results in their layouts at rest.
+
+    `leaving`: results that are re-laid out slice by slice; they may be on their way still.
+    """
+    loop = _Loop(builder, op, strategy, derived, operands, emitter, leaving)
     for t in range(strategy.steps):
         builder.origin = Origin(op.name, op.module_path, "temporal", t, op.line)
         loop.step(t)
@@ -46,25 +60,29 @@ class _Loop:
         op: OpNode,
         strategy: Strategy,
         derived: Derived,
-        operands: list[Value],
+        operands: Sequence[Value | Arriving],
         emitter: PhaseEmitter,
+        leaving: Mapping[int, Leaving],
     ) -> None:
         self.builder = builder
         self.op = op
         self.strategy = strategy
         self.ins = derived.inputs
         self.outs = derived.outputs
-        self.rest = operands
+        self.arrives = {i: x for i, x in enumerate(operands) if isinstance(x, Arriving)}
+        self.slices: dict[int, Value] = {}
+        self.leaving = leaving
+        self.rest = [x.whole if isinstance(x, Arriving) else x for x in operands]
         self.emitter = emitter
-        cuts, coords = Cuts.of(op.rule, strategy), emitter.mesh.coords[builder.rank]
-        self.blocks = [Block(op.rule, cuts.ranges(coords, t)) for t in range(strategy.steps)]
+        cuts = Cuts.of(op.rule, strategy)
+        self.blocks = [Block(op.rule, cuts.ranges(self._coords, t)) for t in range(strategy.steps)]
         self.transposed = [
             emitter.is_turned(key, port.layout, x)
-            for key, port, x in zip(op.operands, derived.inputs, operands, strict=True)
+            for key, port, x in zip(op.operands, derived.inputs, self.rest, strict=True)
         ]
         self.current = [
             self._outgoing(i) if port.motion == MOVE else x
-            for i, (port, x) in enumerate(zip(self.ins, operands, strict=True))
+            for i, (port, x) in enumerate(zip(self.ins, self.rest, strict=True))
         ]
         self.ports = len(self.ins) + len(self.outs)
         self.first_tag = builder.reserve(strategy.steps * self.ports)
@@ -84,6 +102,7 @@ class _Loop:
 
     def step(self, t: int) -> None:
         incoming, tags = self._exchange(t)
+        self.slices = {i: arriving.take(t) for i, arriving in self.arrives.items()}
         if not self.op.rule.rings and is_void(self.op.call, self.blocks[t]):  # in rings inside all ranks take part
             made: Sequence[Value | None] = [None] * len(self.outs)
         else:
@@ -129,19 +148,15 @@ class _Loop:
             return self.builder.call(
                 aten.t.default, (value,), shape=shape, dtype=value.dtype, stem=f"{self.op.name}_t", kind="view"
             )
+        if i in self.slices:
+            return self.slices[i]
         if port.motion == SLICE:
-            return self._slice(value, self.op.rule.inputs[i], t)
+            return time_slice(self.builder, self.op.rule, self.strategy, i, self._coords, value, t)
         return value
 
-    def _slice(self, value: Value, tensor: TensorMap, t: int) -> Value:
-        """The part of a resting block that step t works on."""
-        f = self.time
-        dim = next(d for d, factors in enumerate(tensor) if f in factors)
-        whole = _rest_range(self.op.rule, self.strategy, f, self.emitter.mesh.coords[self.builder.rank])
-        low, high = (bound - whole[0] for bound in self.blocks[t].ranges[f])
-        extents = [self.blocks[t].ranges[g] for g in tensor[dim]]
-        sizes = [whole[1] - whole[0] if g == f else b - a for g, (a, b) in zip(tensor[dim], extents, strict=True)]
-        return narrow(self.builder, value, dim, sizes, tensor[dim].index(f), (low, high))
+    @property
+    def _coords(self) -> dict[str, int]:
+        return self.emitter.mesh.coords[self.builder.rank]
 
     def _combine(self, made: Sequence[Value | None], t: int) -> None:
         """Take in the results of step t; None: this block contributes nothing."""
@@ -152,6 +167,8 @@ class _Loop:
             part = made[j]
             if self.outs[j].motion == MOVE:
                 self._pass_on(j, part, t)
+            elif j in self.leaving:
+                self.leaving[j].give(part or self._zeros(j, t))
             elif self.outs[j].motion == SLICE:
                 self.parts[j].append(part or self._zeros(j, t))
             elif part is not None:
@@ -223,13 +240,20 @@ class _Loop:
         )
         self.arriving[j] = (values[0], tags)
 
-    def results(self) -> list[Value | None]:
+    def results(self) -> list[Value | Pending | None]:
         if self.merge is not None:
             return list(self._finished(self.merge))
-        found: list[Value | None] = [None] * len(self.outs)
+        found: list[Value | Pending | None] = [None] * len(self.outs)
         for j in self.made:
-            found[j] = self._joined(j) if self.outs[j].motion == SLICE else self._last(j)
+            if j in self.leaving:
+                found[j] = self._left(j, self.leaving[j])
+            else:
+                found[j] = self._joined(j, self.parts[j]) if self.outs[j].motion == SLICE else self._last(j)
         return found
+
+    def _left(self, j: int, leaving: Leaving) -> Pending:
+        """The slices where they rest, joined once the last one is there."""
+        return Pending(lambda: self._joined(j, leaving.finish()))
 
     def _last(self, j: int) -> Value:
         return self.parts[j][0] if self.parts[j] else self._zeros(j, 0)
@@ -243,14 +267,27 @@ class _Loop:
         outs = [(f"{self.op.name}_{j}", x.shape, r.dtype) for j, (x, r) in enumerate(zip(kept, results, strict=True))]
         return self.builder.call_multi(merge.finish, (*kept, results[0].dtype), {}, outs)
 
-    def _joined(self, j: int) -> Value:
+    def _joined(self, j: int, parts: list[Value]) -> Value:
         """The blocks of all steps, one behind the other."""
         f, tensor = self.time, self.op.rule.outputs[j]
         dim = next(d for d, factors in enumerate(tensor) if f in factors)
-        parts = self.parts[j]
         order = sorted(range(len(parts)), key=lambda t: (self.blocks[t].ranges[f], -t))
         sizes = [[b - a for a, b in (self.blocks[t].ranges[g] for g in tensor[dim])] for t in order]
         return concat(self.builder, [parts[t] for t in order], dim, sizes, tensor[dim].index(f), self.op.name)
+
+
+def time_slice(
+    builder: Builder, rule: OpRule, strategy: Strategy, port: int, coords: dict[str, int], value: Value, t: int
+) -> Value:
+    """The part of a resting block of an operand that step `t` works on."""
+    f, tensor = strategy.time_factor, rule.inputs[port]
+    assert f is not None
+    dim = next(d for d, factors in enumerate(tensor) if f in factors)
+    ranges = Cuts.of(rule, strategy).ranges(coords, t)
+    whole = _rest_range(rule, strategy, f, coords)
+    low, high = (bound - whole[0] for bound in ranges[f])
+    extents = [whole if g == f else ranges[g] for g in tensor[dim]]
+    return narrow(builder, value, dim, [b - a for a, b in extents], tensor[dim].index(f), (low, high))
 
 
 def _rest_range(rule: OpRule, strategy: Strategy, f: int, coords: dict[str, int]) -> Range:
@@ -261,6 +298,13 @@ def contiguous(builder: Builder, value: Value) -> Value:
     """The value itself when it is contiguous at run time, else a copy."""
     return builder.call(
         aten.contiguous.default, (value,), shape=value.shape, dtype=value.dtype, stem=f"{value.name}_c", kind="view"
+    )
+
+
+def contiguous_copy(builder: Builder, value: Value) -> Value:
+    kwargs = {"memory_format": torch.contiguous_format}
+    return builder.call(
+        aten.clone.default, (value,), kwargs, shape=value.shape, dtype=value.dtype, stem=f"{value.name}_c"
     )
 
 

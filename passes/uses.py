@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.redistribute import redistribute
+from stpart_compiler.ir.spacetime import Port, Slices
 from stpart_compiler.passes.overlap import Overlap
 from stpart_compiler.passes.quotient import Edge, Producer
-from stpart_compiler.passes.space import Space, layouts_of, needs_of
+from stpart_compiler.passes.space import Space, needs_of, ports_of
 
 HIDDEN_SHARE = 0.02
 """Part of a transfer that is paid for though compute hides it: of two plans equally fast, the one that sends less."""
@@ -18,22 +22,49 @@ FORBIDDEN = 10**12
 """Price in ns of a re-layout that a template rules out."""
 
 Assignment = dict[int, int]
+Pair = tuple[int, int]
 
 
 @dataclass
 class Use:
-    """One edge with the layouts on both sides, and the re-layout price of every pair in ns."""
+    """One edge with what is on both sides, and the re-layout price of every pair in ns.
+
+    `apart[i, j]`: the slices by which a re-layout is made, of those that are not made at once. `from_ids`, `to_ids`:
+    numbers of the layouts, equal for equal layouts, over all uses; `slice_ids[i, j]`: of an operand that comes in
+    slices that of what is held instead.
+    """
 
     edge: Edge
     from_root: int | None
-    from_layouts: list[Layout]
+    from_ports: list[Port]
     from_members: list[list[int]]
     to_root: int | None
-    to_layouts: list[Layout]
+    to_ports: list[Port]
     to_members: list[list[int]]
+    apart: dict[Pair, Slices]
     price: list[list[int]]
-    from_ids: list[int]  # numbers of the layouts: equal for equal layouts, over all uses
+    from_ids: list[int]
     to_ids: list[int]
+    slice_ids: dict[Pair, int]
+
+    @property
+    def from_layouts(self) -> list[Layout]:
+        return [port.layout for port in self.from_ports]
+
+    @property
+    def to_layouts(self) -> list[Layout]:
+        return [port.layout for port in self.to_ports]
+
+    def pair(self, i: int, j: int) -> Pair:
+        """Numbers of what is there and of what is made of it: for uses with the same pair one re-layout does."""
+        return self.from_ids[i], self.slice_ids.get((i, j), self.to_ids[j])
+
+    def wanted_ids(self) -> npt.NDArray[np.int64]:
+        """[source, target] -> number of what is held for this use."""
+        found = np.tile(np.array(self.to_ids, dtype=np.int64), (len(self.from_ids), 1))
+        for at, number in self.slice_ids.items():
+            found[at] = number
+        return found
 
     def side(self, choice: Assignment, *, source: bool) -> int:
         """Index of the chosen layout on the producing or the consuming side."""
@@ -58,31 +89,59 @@ class Use:
 class Prices:
     """Numbers layouts and prices re-layouts between them, each table of them once: what compute does not hide.
 
-    `uses`: all that were asked for.
+    `uses`: all that were asked for. `by_slices`: those of gradients that may be reduced by slices. `numbers`: by
+    layouts that are held together, bytes of an element, and the use, if no other one shares what is held.
     """
 
     def __init__(self, space: Space) -> None:
         self.space = space
         self.overlap = Overlap(space)
-        self.numbers: dict[tuple[Layout, int], int] = {}
+        self.numbers: dict[tuple[tuple[Layout, ...], int, Pair | None], int] = {}
         self.tables: dict[object, list[list[int]]] = {}
         self.uses: dict[tuple[Producer, int, int], Use] = {}
+        self.by_slices: dict[Producer, Use] = {}
 
     def use(self, edge: Edge, weights_stay: bool) -> Use:
-        from_root, sources, from_members = layouts_of(self.space, edge.producer, edge.value)
+        from_root, sources, from_members = ports_of(self.space, edge.producer, edge.value)
         to_root, targets, to_members = needs_of(self.space, edge)
         itemsize = edge.value.dtype.itemsize
-        from_ids, to_ids = self.ids(sources, itemsize), self.ids(targets, itemsize)
+        from_ids, to_ids = ([self.number((port.layout,), itemsize) for port in side] for side in (sources, targets))
         hidden = self.overlap.seconds(edge)
-        key = (tuple(from_ids), tuple(to_ids), itemsize, hidden)
+        apart = self._apart(edge, sources, targets)
+        key = (tuple(from_ids), tuple(to_ids), itemsize, hidden, tuple(apart.items()))
+        use = Use(edge, from_root, sources, from_members, to_root, targets, to_members, apart, [], from_ids, to_ids, {})
         if key not in self.tables:
-            self.tables[key] = self.table(sources, targets, itemsize, hidden)
-        price = self.tables[key]
+            table = self.table(use.from_layouts, use.to_layouts, itemsize, hidden)
+            self.tables[key] = self.with_slices(table, use, itemsize, hidden) if apart else table
+        use.price = self.tables[key]
         if weights_stay and self._of_parameters(edge.producer):
-            price = self._forbidden(sources, targets, price)
-        use = Use(edge, from_root, sources, from_members, to_root, targets, to_members, price, from_ids, to_ids)
+            use.price = self._forbidden(use.from_layouts, use.to_layouts, use.price)
+        if edge.consumer >= 0:
+            use.slice_ids = {at: self._slice_number(use, *at) for at in apart}
+        elif apart:
+            self.by_slices[edge.producer] = use
         self.uses[edge.producer, edge.consumer, edge.port] = use
         return use
+
+    def _apart(self, edge: Edge, sources: list[Port], targets: list[Port]) -> dict[Pair, Slices]:
+        """The slices by which re-layouts are made: those of the loop that reads the value, or that makes it."""
+        found: dict[Pair, Slices] = {}
+        if edge.consumer >= 0:
+            for j, port in enumerate(targets):
+                if port.slices is not None:
+                    found |= {(i, j): port.slices for i, other in enumerate(sources) if port.comes_apart(other.layout)}
+        elif edge.producer in self.space.classes.gradients:
+            for i, port in enumerate(sources):
+                if port.slices is not None:
+                    found |= {(i, j): port.slices for j, other in enumerate(targets) if port.comes_apart(other.layout)}
+        return found
+
+    def _slice_number(self, use: Use, i: int, j: int) -> int:
+        """Of the slices of an operand that are held: the one in use, and the one arriving. No other use shares them."""
+        slices, edge = use.apart[i, j], use.edge
+        part = slices.largest(use.to_layouts[j])
+        sent = () if slices.is_outer else (slices.largest(use.from_layouts[i]),)  # made contiguous
+        return self.number((part, part, *sent), edge.value.dtype.itemsize, (edge.consumer, edge.port))
 
     def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: float) -> list[list[int]]:
         """Prices of all pairs, with `hidden` seconds of compute beside them."""
@@ -91,12 +150,29 @@ class Prices:
     def _exposed(self, source: Layout, target: Layout, itemsize: int, hidden: float) -> int:
         """Nanoseconds of a re-layout that compute does not hide."""
         transfer, local = self.space.costs.priced(source, target, itemsize)
+        return self._ns(transfer, local, hidden)
+
+    def _ns(self, transfer: float, local: float, hidden: float) -> int:
+        """Nanoseconds of a transfer with so many seconds of compute beside it, and of the copies that it needs."""
         exposed = transfer - self.space.costs.cluster.hidden.collectives * min(transfer, hidden)
         return round((max(HIDDEN_SHARE * transfer, exposed) + local) * 1e9)
 
-    def ids(self, layouts: list[Layout], itemsize: int) -> list[int]:
-        """Numbers of layouts of values with this element size."""
-        return [self.numbers.setdefault((layout, itemsize), len(self.numbers)) for layout in layouts]
+    def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: float) -> list[list[int]]:
+        """The prices where some re-layouts are made of those of slices: the same bytes in more messages."""
+        found = [list(row) for row in table]
+        sources, targets = use.from_layouts, use.to_layouts
+        for (i, j), slices in use.apart.items():
+            part = self.space.costs.relayout(slices.largest(sources[i]), slices.largest(targets[j]), itemsize)
+            local = self.space.costs.priced(sources[i], targets[j], itemsize)[1]
+            found[i][j] = self._ns(len(slices.atoms) * part, local, hidden)
+        return found
+
+    def number(self, layouts: tuple[Layout, ...], itemsize: int, only: Pair | None = None) -> int:
+        """Number of what is held of a value with this element size: in a layout, or parts of it in several.
+
+        `only`: the use, where no other one shares them.
+        """
+        return self.numbers.setdefault((layouts, itemsize, only), len(self.numbers))
 
     def _of_parameters(self, producer: Producer) -> bool:
         """Whether a value is a parameter, or made of nothing else. What follows a parameter may be an activation."""

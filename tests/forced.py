@@ -11,12 +11,12 @@ from torch import nn
 from stpart_compiler.capture import Captured, capture
 from stpart_compiler.compile import annotate
 from stpart_compiler.cost_models.cluster import load_cluster
-from stpart_compiler.ir.layout import gather, replicated, take
+from stpart_compiler.ir.layout import Layout, gather, replicated, take
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.program import RankProgram
 from stpart_compiler.ir.spacetime import Strategy
 from stpart_compiler.passes.codegen import Codegen, Placement
-from stpart_compiler.passes.propagate import Annotated, OpNode
+from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 from stpart_compiler.passes.schedule import MakeSchedule, Schedule
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.verify import verify_programs
@@ -42,10 +42,19 @@ class Step:
         self.loss = loss.detach()
         self.grads = {name: p.grad for name, p in model.named_parameters()}
 
-    def check(self, mesh: Mesh, forced: dict[str, Strategy], again: frozenset[str] = frozenset()) -> None:
-        """Assert that with these strategies loss and gradients are those of one device. `again`: ops run twice."""
+    def check(
+        self,
+        mesh: Mesh,
+        forced: dict[str, Strategy],
+        again: frozenset[str] = frozenset(),
+        rest: dict[ValueKey, Layout] | None = None,
+    ) -> None:
+        """Assert that with these strategies loss and gradients are those of one device. `again`: ops run twice.
+
+        `rest`: layouts of parameters; whole where there is none.
+        """
         text = {op.name: forced[op.name].describe(op.rule) for op in self.graph.ops if op.name in forced}
-        assert is_exact(self, *run(self, mesh, forced, again)), text
+        assert is_exact(self, *run(self, mesh, forced, again, rest)), (text, rest)
 
 
 def keep(op: OpNode) -> Strategy:
@@ -53,12 +62,17 @@ def keep(op: OpNode) -> Strategy:
 
 
 def programs(
-    step: Step, mesh: Mesh, forced: dict[str, Strategy], again: frozenset[str] = frozenset()
+    step: Step,
+    mesh: Mesh,
+    forced: dict[str, Strategy],
+    again: frozenset[str] = frozenset(),
+    rest: dict[ValueKey, Layout] | None = None,
 ) -> tuple[Schedule, list[tuple[RankProgram, RankProgram]]]:
     """Programs in which the named ops have the given strategies, and all others run whole on every rank."""
     graph = step.graph
     strategies = {op.name: forced.get(op.name, keep(op)) for op in graph.ops}
     layouts = {(info.node, 0): replicated(info.info.shape) for info in step.captured.params if info.node is not None}
+    layouts |= rest or {}
     cost = Costs(load_cluster(None), mesh).link
     placement = Placement(graph, mesh, strategies, layouts, cost)
     schedule = MakeSchedule(placement.cost).apply(graph, placement.derived, placement.layout, again)
@@ -73,10 +87,14 @@ def programs(
 
 
 def run(
-    step: Step, mesh: Mesh, forced: dict[str, Strategy], again: frozenset[str] = frozenset()
+    step: Step,
+    mesh: Mesh,
+    forced: dict[str, Strategy],
+    again: frozenset[str] = frozenset(),
+    rest: dict[ValueKey, Layout] | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients by name."""
-    schedule, pairs = programs(step, mesh, forced, again)
+    schedule, pairs = programs(step, mesh, forced, again, rest)
     assert schedule.backward is not None
     known = _known(step)
     given = [

@@ -74,14 +74,17 @@ def dump_annotated(graph: Annotated, placement: Placement) -> str:
 def _phase_lines(graph: Annotated, placement: Placement, phase: Phase) -> Iterator[str]:
     seen: set[tuple[ValueKey, Layout]] = set()  # each re-layout is made once in a phase and shared
     is_forward = phase.name == "forward"
+    apart = {read for reads in phase.slices.values() for read in reads}
     for op in graph.ops:
         if (op.name in graph.backward) == is_forward:
             continue
-        for key, port in zip(op.operands, placement.derived(op).inputs, strict=True):
-            yield from _relayout_lines(graph, placement, phase, key, port.layout, seen)
+        for i, (key, port) in enumerate(zip(op.operands, placement.derived(op).inputs, strict=True)):
+            steps = placement.strategies[op.name].steps if (op.name, i) in apart else 1
+            yield from _relayout_lines(graph, placement, phase, key, port.layout, seen, steps)
         yield from _op_lines(graph, placement, op)
     for key, layout in phase.outputs:
-        yield from _relayout_lines(graph, placement, phase, key, layout, seen)
+        steps = placement.strategies[key[0]].steps if key in phase.leaving else 1
+        yield from _relayout_lines(graph, placement, phase, key, layout, seen, steps)
     for (key, layout), meaning in zip(phase.outputs, _meanings(graph, phase), strict=True):
         yield f"return {_name(graph, key)}: {layout}  # {meaning}"
 
@@ -104,6 +107,7 @@ def _relayout_lines(
     key: ValueKey,
     wanted: Layout,
     seen: set[tuple[ValueKey, Layout]],
+    slices: int,
 ) -> Iterator[str]:
     source = phase.layout.get(key) or placement.layout(key)
     if source == wanted or (key, wanted) in seen:
@@ -111,7 +115,7 @@ def _relayout_lines(
     seen.add((key, wanted))
     how = relayout_text(placement, source, wanted, graph.values[key].dtype.itemsize)
     if how:
-        yield f"{_name(graph, key)} -> {wanted}  # {how}"
+        yield f"{_name(graph, key)} -> {wanted}  # {how}{f', in {slices} slices' if slices > 1 else ''}"
 
 
 def relayout_text(placement: Placement, source: Layout, target: Layout, itemsize: int) -> str:

@@ -56,12 +56,49 @@ class Strategy:
 
 
 @dataclass(frozen=True)
+class Slices:
+    """Parts of a tensor that the steps of a loop read or make, one after another, the same on all ranks.
+
+    `dim`: the dim that is sliced; `atoms[t]`: that dim in the part of step t, which is a tensor of its own. `is_outer`:
+    nothing lies outside of what is sliced, so that a part of a contiguous tensor is contiguous.
+    """
+
+    dim: int
+    atoms: tuple[tuple[Atom, ...], ...]
+    is_outer: bool
+
+    def part(self, layout: Layout, t: int) -> Layout:
+        """The layout of the part of step `t`, of a tensor in `layout`."""
+        dims = (*layout.dims[: self.dim], self.atoms[t], *layout.dims[self.dim + 1 :])
+        return Layout(dims, layout.partial, layout.combine)
+
+    def largest(self, layout: Layout) -> Layout:
+        """The layout of the largest part."""
+        sizes = [math.prod(atom.size for atom in atoms) for atoms in self.atoms]
+        return self.part(layout, sizes.index(max(sizes)))
+
+
+@dataclass(frozen=True)
 class Port:
-    """One operand or result under a strategy: its layout at rest, and what it does over the time steps."""
+    """One operand or result under a strategy: its layout at rest, and what it does over the time steps.
+
+    `slices`: of one that is sliced, unless ranks take different parts in a step.
+    """
 
     layout: Layout
     motion: str = STAY
     shift: Shift = ()
+    slices: Slices | None = None
+
+    def comes_apart(self, other: Layout) -> bool:
+        """Whether a re-layout from or to `other` is as well made of those of the slices.
+
+        So it is where both layouts have the sliced dim alike: then the part of a step is a part of every rank's block.
+        """
+        slices = self.slices
+        if slices is None or other == self.layout:
+            return False
+        return other.dims[slices.dim] == self.layout.dims[slices.dim]
 
 
 @dataclass(frozen=True)
@@ -130,7 +167,8 @@ def _input_port(rule: OpRule, strategy: Strategy, mesh: Mesh, index: int, time: 
         return Port(_layout(rule, strategy, tensor, 0, partial))
     shift = _shift(rule, strategy, tensor, mesh)
     if shift is None or not shift:
-        return Port(_layout(rule, strategy, tensor, None, partial), SLICE)
+        layout = _layout(rule, strategy, tensor, None, partial)
+        return Port(layout, SLICE, slices=_slices(rule, strategy, tensor, time))
     return Port(_layout(rule, strategy, tensor, 0, partial), MOVE, shift)
 
 
@@ -143,7 +181,8 @@ def _output_port(rule: OpRule, strategy: Strategy, mesh: Mesh, index: int, time:
     shift = _shift(rule, strategy, tensor, mesh)
     if shift is None or not shift:
         pending = _unresolved(rule, strategy, tensor, ())
-        return Port(_layout(rule, strategy, tensor, None, (*strategy.pending, *pending), combine), SLICE)
+        layout = _layout(rule, strategy, tensor, None, (*strategy.pending, *pending), combine)
+        return Port(layout, SLICE, slices=_slices(rule, strategy, tensor, time))
     pending = _unresolved(rule, strategy, tensor, shift)
     if combine != SUM:
         raise InvalidStrategyError(f"{strategy.describe(rule)}: only sums travel, the result is {combine}")
@@ -151,6 +190,37 @@ def _output_port(rule: OpRule, strategy: Strategy, mesh: Mesh, index: int, time:
         raise InvalidStrategyError(f"{strategy.describe(rule)}: the result moves though no sum is resolved on its way")
     partial = (*strategy.pending, *pending)
     return Port(_layout(rule, strategy, tensor, strategy.steps - 1, partial, combine), MOVE, shift)
+
+
+def _slices(rule: OpRule, strategy: Strategy, tensor: TensorMap, time: int | None) -> Slices | None:
+    """The slices of a tensor that has the factor cut in time; None where they are no tensors of their own."""
+    assert time is not None
+    dim = next(d for d, factors in enumerate(tensor) if time in factors)
+    *space, in_time = strategy.digits[time]
+    if in_time.coeffs or rule.windowed & set(tensor[dim]):
+        return None
+
+    def atom(f: int, extent: int) -> Atom:
+        return Atom(extent, tuple(space)) if f == time else Atom(rule.factors[f].size, strategy.digits[f])
+
+    extents = _step_extents(rule.factors[time].size, tuple(space), in_time)
+    is_outer = all(rule.factors[f].size == 1 for f in _before(tensor, dim, time))
+    atoms = tuple(tuple(atom(f, extent) for f in tensor[dim]) for extent in extents)
+    return Slices(dim, atoms, is_outer) if atoms else None
+
+
+def _before(tensor: TensorMap, dim: int, factor: int) -> list[int]:
+    """Factors that lie outside of one in a tensor's order."""
+    return [*(f for factors in tensor[:dim] for f in factors), *tensor[dim][: tensor[dim].index(factor)]]
+
+
+def _step_extents(size: int, space: tuple[Digit, ...], in_time: Digit) -> tuple[int, ...]:
+    """Sizes of a dim's slices, over all ranks; none where it is cut in space too, and unevenly."""
+    if not space:
+        ranges = (Atom(size, (in_time,)).range({}, t) for t in range(in_time.q))
+        return tuple(high - low for low, high in ranges)
+    parts = math.prod(digit.q for digit in space) * in_time.q
+    return (size // in_time.q,) * in_time.q if size % parts == 0 else ()
 
 
 def _has_factor(tensor: TensorMap, factor: int | None) -> bool:

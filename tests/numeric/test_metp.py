@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +12,16 @@ from slow_ranks import CLUSTER
 from torch import nn
 
 import stpart_compiler as st
+from stpart_compiler.capture import capture
+from stpart_compiler.compile import annotate, fuse
+from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.cost_models.liveness import alive_bytes, alive_tensors
+from stpart_compiler.ir.layout import form, gather, shard
 from stpart_compiler.ir.program import Instr
+from stpart_compiler.passes.problem import BuildProblem, SolverOptions, evaluate, memory_bytes
+from stpart_compiler.passes.space import BuildSpace, Costs, Space
+from stpart_compiler.runtime.engine import Engine
+from stpart_compiler.runtime.threads import run_ranks
 
 BATCH, HEADS, LENGTH, DIM, RANKS = 2, 4, 16, 3, 2
 
@@ -19,20 +29,21 @@ BATCH, HEADS, LENGTH, DIM, RANKS = 2, 4, 16, 3, 2
 class Model(nn.Module):
     """Embedding and one attention with its projections, written out or fused."""
 
-    def __init__(self, written: bool) -> None:
+    def __init__(self, written: bool, heads: int = HEADS, pairs: int = HEADS) -> None:
         super().__init__()
-        self.written = written
+        self.written, self.grouped = written, heads != pairs
         self.embedding, self.norm = nn.Embedding(7, 12), nn.LayerNorm(12)
-        self.q, self.k, self.v, self.out = (nn.Linear(12, HEADS * DIM, bias=False) for _ in range(4))
+        self.q, self.k, self.v = (nn.Linear(12, count * DIM, bias=False) for count in (heads, pairs, pairs))
+        self.out = nn.Linear(heads * DIM, 12, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         y = self.norm(x)
-        q, k, v = (layer(y).unflatten(-1, (HEADS, DIM)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (layer(y).unflatten(-1, (-1, DIM)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         if self.written:
             y = torch.softmax(q @ k.transpose(-2, -1) / DIM**0.5, dim=-1) @ v
         else:
-            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         return (x + self.out(y.transpose(1, 2).flatten(2))).square().mean()
 
 
@@ -68,6 +79,75 @@ def test_attention_of_metp(written: bool) -> None:
         scores = [v for instr in inside if "exp_minus" in str(instr.target) for v in instr.outs if v is not None]
         assert bool(scores) == written
         assert {v.nbytes for v in scores} <= {8 * BATCH * HEADS * LENGTH**2 // RANKS**3}
+
+
+@pytest.mark.parametrize(("ranks", "heads", "pairs"), [(2, 4, 4), (3, 4, 4), (4, 6, 6), (4, 8, 4)])
+def test_weights_are_never_whole(ranks: int, heads: int, pairs: int) -> None:
+    """A group's slices of the weights come and its gradients go, of groups of all sizes; sums of gradients add up."""
+    torch.manual_seed(0)
+    model, tokens = Model(False, heads, pairs).double(), torch.randint(0, 7, (BATCH, 28))  # no rank has 12, 18 or 24
+    compiled = st.compile_model(model, (tokens,), mesh=ranks, template="metp", cluster=CLUSTER)
+    weights = {f"p_{name}_weight": tuple(getattr(model, name).weight.shape) for name in ("q", "k", "v", "out")}
+    wholes = {tuple(order(shape)) for shape in weights.values() for order in (iter, reversed)}
+    for program in (program for artifact in compiled.artifacts for program in artifact.programs):
+        made = [(instr.origin.node, value) for instr in program.body for value in instr.outs if value is not None]
+        assert not [value.name for _, value in made if value.shape in wholes]
+        for name, shape in weights.items():
+            assert 0 < max(value.numel for node, value in made if node == name) <= math.prod(shape) // 2
+
+    model(tokens).backward()
+
+    def twice(rank: int, engine: Engine) -> list[torch.Tensor | None]:
+        module = compiled.rank_module(rank, engine)
+        module(tokens).backward()
+        once = [param.grad.clone() for _, param in module.param_slots() if param.grad is not None]
+        module.zero_grad()
+        with module.no_sync():
+            module(tokens).backward()
+        module(tokens).backward()
+        grads = [param.grad for _, param in module.param_slots()]
+        for one, both in zip(once, grads, strict=True):
+            torch.testing.assert_close(both, 2 * one, rtol=1e-9, atol=1e-12)
+        return once
+
+    found = run_ranks(ranks, twice)
+    for slot, blocks in zip(compiled.interface.params, zip(*found, strict=True), strict=True):
+        whole = gather(list(blocks), slot.layout, compiled.plan.mesh)
+        torch.testing.assert_close(whole, model.get_parameter(slot.name).grad, rtol=1e-9, atol=1e-12)
+
+
+def test_estimates_know_what_comes_in_slices() -> None:
+    """Of weights along their heads, which come whole, and beside them: estimated and exact peak, and price."""
+    with torch.device("meta"):
+        model, tokens = Model(False, 64, 64), torch.zeros(1, 32, dtype=torch.long)
+    graph = fuse(annotate(capture(model, (tokens,)), stripes=4), "all")
+    assert graph is not None
+    beside = st.compile_model(model, (tokens,), mesh=4, template="metp", cluster=CLUSTER).plan
+    moved = {f"{name}.weight": int(name == "out") for name in ("q", "k", "v", "out")}
+    cuts = {name: shard(beside.params[name].shape, {dim: (form(4, d=1),)}) for name, dim in moved.items()}
+    problem = BuildProblem(SolverOptions()).apply(BuildSpace(Costs(load_cluster(CLUSTER), beside.mesh)).apply(graph))
+    estimates, peaks, seconds = [], [], []
+    for plan in (beside, replace(beside, params={**beside.params, **cuts})):
+        made = st.compile_model(model, (tokens,), mesh=4, plan=plan, cluster=CLUSTER)
+        choice = chosen(problem.space, plan)
+        estimates.append(memory_bytes(problem, choice))
+        peaks.append(made.plan.memory["peak"])
+        seconds.append((evaluate(problem, choice), made.simulate().seconds))
+    assert peaks[0] <= estimates[0] < 1.2 * peaks[0]
+    assert peaks[1] <= estimates[1]
+    assert peaks[0] < 0.8 * peaks[1]
+    assert seconds[0][0] > seconds[1][0]  # more messages
+    assert all(priced == pytest.approx(simulated, rel=0.1) for priced, simulated in seconds)
+
+
+def chosen(space: Space, plan: st.Plan) -> dict[int, int]:
+    """The plan as an assignment of the space."""
+    found = {
+        klass: own.strategies.index(plan.strategies[own.op.name])
+        for klass, own in enumerate(space.choices)
+        if own.root == klass
+    }
+    return found | {-1 - i: own.layouts.index(plan.params[own.names[0]]) for i, own in enumerate(space.params)}
 
 
 def test_alive_tensors_are_those_whose_bytes_are_counted() -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from forced import Step
+from forced import Step, programs
 from slow_ranks import CLUSTER, SOLVER
 from torch import nn
 
 import stpart_compiler as st
 from stpart_compiler.capture import Captured
 from stpart_compiler.compile import annotate, fuse
-from stpart_compiler.ir.mesh import parse_mesh
+from stpart_compiler.ir.layout import Layout, form, shard
+from stpart_compiler.ir.mesh import Mesh, parse_mesh
+from stpart_compiler.ir.spacetime import Strategy
 from stpart_compiler.passes.fuse import FuseScores
-from stpart_compiler.passes.propagate import Annotated, OpNode, Propagate
+from stpart_compiler.passes.propagate import Annotated, OpNode, Propagate, ValueKey
 from stpart_compiler.passes.regions import REGIONS
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.strategies import enumerate_strategies
@@ -196,6 +199,41 @@ def test_every_strategy_of_the_regions(name: str, spec: object) -> None:
     options = {op.name: enumerate_strategies(op.rule, mesh, op.movable) for op in regions}
     for i in range(max(map(len, options.values()))):
         step.check(mesh, {name: found[i % len(found)] for name, found in options.items()})
+
+
+def _in_time_alone(strategy: Strategy) -> bool:
+    """Whether nothing travels around its loop, of which there is one."""
+    return any(digit.tau and not digit.coeffs for digits in strategy.digits for digit in digits)
+
+
+def _cut_over_all(step: Step, mesh: Mesh, dim: int) -> dict[ValueKey, Layout]:
+    """Layouts of the parameters that have the dim, cut over all axes there."""
+    cuts = tuple(form(size, **{axis: 1}) for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
+    shapes = {(info.node, 0): info.info.shape for info in step.captured.params if info.node is not None}
+    return {key: shard(shape, {dim: cuts}) for key, shape in shapes.items() if dim < len(shape)}
+
+
+APART = [("gated", 2), ("gated-uneven", 3), ("plain-uneven", 3), ("head-uneven", 3), ("head", (2, 2))]
+
+
+@pytest.mark.parametrize(("name", "spec"), [*APART, ("attention", 2), ("attention", 4), ("written", 2)], ids=str)
+def test_loops_in_time_with_weights_that_rest_apart(name: str, spec: object) -> None:
+    """Weights come slice by slice where they rest along another dim than the loop's, and their gradients go so."""
+    step, mesh = _case(name), parse_mesh(spec)
+    options = {
+        op.name: list(filter(_in_time_alone, enumerate_strategies(op.rule, mesh, op.movable)))
+        for op in _regions(step.graph)
+    }
+    sliced: set[str] = set()
+    every = 4 if len(mesh.axes) > 1 else 1
+    for i, dim in itertools.product(range(0, max(map(len, options.values())), every), (0, 1)):
+        forced, rest = {name: found[i % len(found)] for name, found in options.items()}, _cut_over_all(step, mesh, dim)
+        step.check(mesh, forced, rest=rest)
+        schedule, _ = programs(step, mesh, forced, rest=rest)
+        assert schedule.backward is not None
+        phases = (schedule.forward, schedule.backward)
+        sliced |= {phase.name for phase in phases if phase.slices} | {"gradients" for phase in phases if phase.leaving}
+    assert sliced == {"forward", "backward", "gradients"}
 
 
 @pytest.mark.parametrize("name", CASES)
