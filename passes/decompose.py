@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.passes import extremes, softmax
 from stpart_compiler.passes.expand import EXPANDED, expansion
 from stpart_compiler.passes.rules.convolution import geometry
@@ -25,7 +26,7 @@ NONE, MEAN = 0, 1  # torch's codes of a loss's `reduction`; 2 is the sum
 
 @dataclass(frozen=True)
 class Decompose:
-    """graph -> the same graph, in place, without ops whose blocks do not add up.
+    """graph -> the same graph, in place, without ops whose blocks do not add up, and with equal views made once.
 
     The node with a result keeps its name, so whatever refers to it by name still holds. New nodes carry the meta of the
     node they replace (module path, stack trace, phase), with their own "val".
@@ -38,8 +39,24 @@ class Decompose:
             (_REWRITES.get(node.target) or _expand)(Inserter(node))
         if found:
             _erase_unread(gm.graph)
-            gm.recompile()
+        _share_views(gm.graph)
+        gm.recompile()
         return gm
+
+
+def _share_views(graph: fx.Graph) -> None:
+    """Of equal views the first one stands for all: what several linear layers read is then re-laid out once for them.
+
+    Results of the step stay, under their own names.
+    """
+    first: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is operator.getitem or not is_view(node.target):
+            continue
+        same = first.setdefault(f"{node.target}{node.args}{node.kwargs}", node)
+        if same is not node and all(user.op != "output" for user in node.users):
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
 
 
 def _erase_unread(graph: fx.Graph) -> None:
