@@ -12,9 +12,8 @@ three layers two and three are simulated, and each of the rest has what the thir
 
 Ratios are ours over theirs. Rates: FLOPs of attention (14 h s^2 a layer) over a, of the linear layers (72 h^2 s) over
 b; those of ours from the shortest, the middle and the longest length. c is what does not grow with the length; it stays
-in their curves where transfers of weights could hide behind compute. Two differences are ours: template metp computes
-attention again in backward (18 h s^2), where METP keeps its output and logsumexp, and under megatron_sp the layers of
-queries, keys and values gather their common input one by one, and gradients twice.
+in their curves where transfers of weights could hide behind compute. One difference is ours: under megatron_sp
+gradients are gathered twice, as they are and transposed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A *middle dim* is one that a linear layer makes and no result has: another layer sums over it (the hidden dim of an
 MLP), or a loss does (a vocabulary). All ops that have it, found by following it through the rules, are the region:
-those of forward are one op, those of backward another, which makes anew what it reads of forward's middle.
+those of forward are one op, those of backward another, which makes anew what it reads of forward's middle. What an
+attention kernel gives is as large as what enters the region, and dear to make: backward reads it instead.
 """
 
 from __future__ import annotations
@@ -67,26 +68,33 @@ class FindRegions:
         forward = [op for op in ops if op.name not in graph.backward]
         backward = [op for op in ops if op.name in graph.backward]
         again = _remade(forward, backward, middle, self.links.tokens)
+        lasting = _lasting(forward, backward)
         body = [*again, *backward]
         made = {op.name for op in body}
         kept = {key for op in body for key in op.operands if key[0] not in made}
-        found = [self._region(middle, forward, forward, names, kept)]
+        found = [self._region(middle, forward, forward, names, kept, lasting)]
         if backward:
-            found.append(self._region(middle, backward, body, names, set()))
+            found.append(self._region(middle, backward, body, names, set(), set()))
         return tuple(region for region in found if region is not None) if all(found) else ()
 
     def _region(
-        self, middle: Middle, own: list[OpNode], body: list[OpNode], names: set[str], kept: set[ValueKey]
+        self,
+        middle: Middle,
+        own: list[OpNode],
+        body: list[OpNode],
+        names: set[str],
+        kept: set[ValueKey],
+        lasting: set[ValueKey],
     ) -> Found | None:
         """`own` as one op that runs `body`; None where it would wait for itself, or the middle cannot be its loop.
 
-        `kept`: what the other region reads.
+        `kept`: what the other region reads, `lasting` of it what may be of the middle.
         """
         graph = self.graph
         body = _viewed(graph, body)
         inside = {op.name for op in own}
         results = self._results(inside, names, kept)
-        if not results or len(own) == 1 or middle.values & set(results) or _waits_for_itself(graph, inside):
+        if not results or len(own) == 1 or middle.values & set(results) - lasting or _waits_for_itself(graph, inside):
             return None
         index = {op.name: j for j, op in enumerate(body)}
         operands = list(dict.fromkeys(key for op in body for key in op.operands if key[0] not in index))
@@ -289,14 +297,22 @@ def _remade(
 ) -> list[OpNode]:
     """Ops of forward that backward runs again: those that make what it reads of the middle, and views of weights."""
     inside = {op.name: op for op in forward}
+    lasting = _lasting(forward, backward)
     needed: set[str] = set()
     todo = [key for op in backward for key in op.operands]
     while todo:
         key = todo.pop()
-        if key[0] in inside and key[0] not in needed and (key in middle.values or not tokens[key[0]]):
+        is_new = key[0] in inside and key[0] not in needed and key not in lasting
+        if is_new and (key in middle.values or not tokens[key[0]]):
             needed.add(key[0])
             todo += inside[key[0]].operands
     return [op for op in forward if op.name in needed]
+
+
+def _lasting(forward: list[OpNode], backward: list[OpNode]) -> set[ValueKey]:
+    """What backward reads of the results of attention kernels. Of attention written out it reads more than results."""
+    kernels = {op.name for op in forward if op.rule.loops and not isinstance(op.call.target, Region)}
+    return {key for op in backward for key in op.operands if key[0] in kernels}
 
 
 def _given(graph: Annotated, inside: set[str], names: set[str], kept: set[ValueKey]) -> list[ValueKey]:
