@@ -238,7 +238,7 @@ def test_loops_in_time_with_weights_that_rest_apart(name: str, spec: object) -> 
 
 @pytest.mark.parametrize("name", CASES)
 def test_middle_is_not_kept_for_backward(name: str) -> None:
-    """But for what attention kernels give, nothing that backward reads of forward has the dim that regions loop over."""
+    """But for what attention kernels give, nothing that backward reads of forward has the dim that is the loop."""
     graph = _case(name).graph
     loops = [op.rule.factors[f].size for op in _regions(graph) for f in op.rule.loops - op.data]
     read = {key for op in graph.ops if op.name in graph.backward for key in op.operands}
