@@ -21,6 +21,7 @@ from stpart_compiler.cost_models.cluster import Link
 from stpart_compiler.cost_models.compute import copy_seconds
 from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.placement import Cuts, Tables, is_windowed, tables
+from stpart_compiler.passes.overlap import Beside
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.uses import HIDDEN_SHARE, Prices, Use
 
@@ -34,15 +35,15 @@ RANKS_LOOKED_AT = 32
 class FloorPrices(Prices):
     """Prices of uses that no re-layout is cheaper than, in ns; zero where nothing is known."""
 
-    def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: float) -> list[list[int]]:
+    def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: Beside) -> list[list[int]]:
         transfer = self._transfers(sources, targets, itemsize)
         local = repackings(self.space.costs, sources, targets, itemsize) * (transfer > 0)
-        beside = self.space.costs.cluster.hidden.collectives * np.minimum(transfer, hidden)
+        beside = self.space.costs.cluster.hidden.collectives * np.minimum(transfer, np.minimum.outer(*hidden))
         exposed = np.maximum(HIDDEN_SHARE * transfer, transfer - beside) + local
         found: list[list[int]] = np.floor(exposed * 1e9).astype(np.int64).tolist()
         return found
 
-    def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: float) -> list[list[int]]:
+    def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: Beside) -> list[list[int]]:
         """As they are: slices send as much as the whole."""
         return table
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.redistribute import redistribute
 from stpart_compiler.ir.spacetime import Port, Slices
-from stpart_compiler.passes.overlap import Overlap
+from stpart_compiler.passes.overlap import Beside, Overlap
 from stpart_compiler.passes.quotient import Edge, Producer
 from stpart_compiler.passes.space import Space, needs_of, ports_of
 
@@ -106,7 +106,7 @@ class Prices:
         to_root, targets, to_members = needs_of(self.space, edge)
         itemsize = edge.value.dtype.itemsize
         from_ids, to_ids = ([self.number((port.layout,), itemsize) for port in side] for side in (sources, targets))
-        hidden = self.overlap.seconds(edge)
+        hidden = self.overlap.seconds(edge, sources, targets)
         apart = self._apart(edge, sources, targets)
         key = (tuple(from_ids), tuple(to_ids), itemsize, hidden, tuple(apart.items()))
         use = Use(edge, from_root, sources, from_members, to_root, targets, to_members, apart, [], from_ids, to_ids, {})
@@ -143,9 +143,10 @@ class Prices:
         sent = () if slices.is_outer else (slices.largest(use.from_layouts[i]),)  # made contiguous
         return self.number((part, part, *sent), edge.value.dtype.itemsize, (edge.consumer, edge.port))
 
-    def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: float) -> list[list[int]]:
+    def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: Beside) -> list[list[int]]:
         """Prices of all pairs, with `hidden` seconds of compute beside them."""
-        return [[self._exposed(a, b, itemsize, hidden) for b in targets] for a in sources]
+        rows, columns = (list(zip(*side, strict=True)) for side in zip((sources, targets), hidden, strict=True))
+        return [[self._exposed(a, b, itemsize, min(x, y)) for b, y in columns] for a, x in rows]
 
     def _exposed(self, source: Layout, target: Layout, itemsize: int, hidden: float) -> int:
         """Nanoseconds of a re-layout that compute does not hide."""
@@ -157,14 +158,14 @@ class Prices:
         exposed = transfer - self.space.costs.cluster.hidden.collectives * min(transfer, hidden)
         return round((max(HIDDEN_SHARE * transfer, exposed) + local) * 1e9)
 
-    def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: float) -> list[list[int]]:
+    def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: Beside) -> list[list[int]]:
         """The prices where some re-layouts are made of those of slices: the same bytes in more messages."""
         found = [list(row) for row in table]
         sources, targets = use.from_layouts, use.to_layouts
         for (i, j), slices in use.apart.items():
             part = self.space.costs.relayout(slices.largest(sources[i]), slices.largest(targets[j]), itemsize)
             local = self.space.costs.priced(sources[i], targets[j], itemsize)[1]
-            found[i][j] = self._ns(len(slices.atoms) * part, local, hidden)
+            found[i][j] = self._ns(len(slices.atoms) * part, local, min(hidden[0][i], hidden[1][j]))
         return found
 
     def number(self, layouts: tuple[Layout, ...], itemsize: int, only: Pair | None = None) -> int:

@@ -225,7 +225,7 @@ def test_loops_in_time_with_weights_that_rest_apart(name: str, spec: object) -> 
         for op in _regions(step.graph)
     }
     sliced: set[str] = set()
-    every = 4 if len(mesh.axes) > 1 else 1
+    every = 6 if len(mesh.axes) > 1 else 2
     for i, dim in itertools.product(range(0, max(map(len, options.values())), every), (0, 1)):
         forced, rest = {name: found[i % len(found)] for name, found in options.items()}, _cut_over_all(step, mesh, dim)
         step.check(mesh, forced, rest=rest)

@@ -88,13 +88,13 @@ def test_solved(name: str) -> None:
 
 @by_other_model
 def test_templates(name: str) -> None:
-    """Each template but one in five on one mesh, other templates and another mesh for each model."""
+    """Three templates of five on one mesh each, other templates and other meshes for each model."""
     case = _case(name)
     for turn, template in enumerate(st.templates(), start=list(ZOO).index(name)):
-        if turn % 5 == 0:
+        if turn % 5 in (0, 2):
             continue
         meshes = ONLY_ON.get(template, MESHES)
-        mesh = meshes[turn % len(meshes)]
+        mesh = meshes[turn // 2 % len(meshes)]
         case.check(case.compile(mesh, template))
 
 

@@ -90,10 +90,11 @@ def test_no_re_layout_is_cheaper_than_its_floor(cluster: Cluster) -> None:
     near = 0
     for edge in (*whole.classes.edges, *whole.classes.finals):
         use = floors.use(edge, False)
-        hidden = exact.overlap.seconds(edge)
+        rows, columns = exact.overlap.seconds(edge, use.from_ports, use.to_ports)
         for _ in range(25):
             i, j = draw.randrange(len(use.from_layouts)), draw.randrange(len(use.to_layouts))
             source, target = use.from_layouts[i], use.to_layouts[j]
+            hidden = (rows[i],), (columns[j],)
             price = exact.table([source], [target], edge.value.dtype.itemsize, hidden)[0][0]
             assert use.price[i][j] <= price + 1, (source, target)
             near += bool(price) and use.price[i][j] >= 0.5 * price
