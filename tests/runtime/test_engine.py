@@ -296,9 +296,10 @@ def test_a_run_that_is_over_holds_no_connection() -> None:
         engine.prepare(2, [(0, 1)])
         return engine
 
-    before = {thread.name for thread in threading.enumerate()}, len(os.listdir("/proc/self/fd"))
+    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     engine = run_ranks(2, joined)[0]
-    assert ({thread.name for thread in threading.enumerate()}, len(os.listdir("/proc/self/fd"))) == before
+    assert set(threading.enumerate()) <= threads  # those of tests before may end meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= files
     with pytest.raises(RuntimeError, match="the run that this engine was made for is over; attach the module to"):
         engine.isend(torch.ones(1), 1, 0, 0)
 
