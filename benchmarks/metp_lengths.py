@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -108,18 +109,19 @@ class Decoder(nn.Module):
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """Bytes per rank and seconds of a step."""
 
     nbytes: float
     seconds: float
 
-    def deeper(self, other: Need, more: int) -> Need:
-        """With what `other` has more than this, `more` times."""
-        return Need(
-            self.nbytes + more * (other.nbytes - self.nbytes), self.seconds + more * (other.seconds - self.seconds)
-        )
+
+Figures = TypeVar("Figures", bound=tuple[float, ...])
+
+
+def deeper(one: Figures, other: Figures, more: int) -> Figures:
+    """The figures of `one`, with what `other` has more, `more` times."""
+    return type(one)(*(a + more * (b - a) for a, b in zip(one, other, strict=True)))
 
 
 def needs(options: argparse.Namespace, shape: Shape, layers: int, name: str, marked: bool, length: int) -> Need:
@@ -154,7 +156,7 @@ def deep(options: argparse.Namespace, shape: Shape, name: str, marked: bool, len
     if shape.layers <= 3:
         return needs(options, shape, shape.layers, name, marked, length)
     two, three = (needs(options, shape, layers, name, marked, length) for layers in (2, 3))
-    return two.deeper(three, shape.layers - 2)
+    return deeper(two, three, shape.layers - 2)
 
 
 def longest(need: Callable[[int], Need], room: float, guess: int) -> tuple[int, Need | None]:

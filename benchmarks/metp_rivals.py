@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from metp_lengths import SHAPES, Layer, Shape
+from metp_lengths import SHAPES, Layer, Shape, deeper
 from torch import nn
 
 import stpart_compiler as st
@@ -80,18 +81,11 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Seconds of a simulated step, and those in which a rank waits."""
 
     seconds: float
     exposed: float
-
-    def deeper(self, other: Step, more: int) -> Step:
-        """With what `other` has more than this, `more` times."""
-        return Step(
-            self.seconds + more * (other.seconds - self.seconds), self.exposed + more * (other.exposed - self.exposed)
-        )
 
 
 def simulated(shape: Shape, layers: int, system: str, length: int, cluster: str) -> Step:
@@ -113,7 +107,7 @@ def step(model: str, system: str, length: int, cluster: str) -> Step:
     if shape.layers <= 3:
         return simulated(shape, shape.layers, system, length, cluster)
     two, three = (simulated(shape, layers, system, length, cluster) for layers in (2, 3))
-    return two.deeper(three, shape.layers - 2)
+    return deeper(two, three, shape.layers - 2)
 
 
 def fitted(model: str, system: str, length: int) -> float:

@@ -145,5 +145,11 @@ class LinkCost:
         link = self.link(axes, group_size if kind in RINGS else 1)
         if mean is None or mean == nbytes:
             return seconds(nbytes, link, messages)
-        alone = self.cluster.link_for(axes, self.mesh, alone=True)
-        return max(seconds(nbytes, alone, messages), seconds(mean, link, messages))
+        return max(seconds(nbytes, self._alone(axes), messages), seconds(mean, link, messages))
+
+    def _alone(self, axes: tuple[str, ...]) -> Link:
+        """Slowest link that the axes cross, as a rank has it while no other one uses it."""
+        link = self._links.get((axes, 0))
+        if link is None:
+            link = self._links[axes, 0] = self.cluster.link_for(axes, self.mesh, alone=True)
+        return link

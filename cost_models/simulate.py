@@ -290,8 +290,7 @@ class _Simulation:
         del self.joined[group, instr.channel, instr.tag]
         share, messages = traffic(_kind(instr), len(group))
         link = self._slowest(group)
-        neighbours = list(zip(group, (*group[1:], group[0]), strict=True))
-        pairs = list(permutations(group, 2)) if _kind(instr) == "all_to_all" else neighbours
+        pairs = list(permutations(group, 2)) if _kind(instr) == "all_to_all" else _neighbours(group)
         left = len(pairs)
 
         def done(then: float, flow: Flow) -> None:
@@ -315,10 +314,7 @@ class _Simulation:
 
     def _slowest(self, group: tuple[int, ...]) -> Link:
         if group not in self.slowest:
-            links = [
-                self.cluster.levels[self.cluster.level_between(one, two)][1]
-                for one, two in zip(group, (*group[1:], group[0]), strict=True)
-            ]
+            links = [self.cluster.levels[self.cluster.level_between(one, two)][1] for one, two in _neighbours(group)]
             self.slowest[group] = min(links, key=lambda link: (link.bandwidth, -link.latency))
         return self.slowest[group]
 
@@ -342,6 +338,11 @@ class _Simulation:
         stuck = [rank for rank in self.ranks if rank.current() is not None]
         if stuck:
             raise DeadlockError("simulate: deadlock: " + "; ".join(map(_waits_for, stuck[:4])))
+
+
+def _neighbours(group: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Each member of a ring with the next one."""
+    return list(zip(group, (*group[1:], group[0]), strict=True))
 
 
 def _kind(instr: Instr) -> str:

@@ -184,11 +184,13 @@ class PhaseEmitter:
         key, strategy = op.operands[i], self.placement.strategies[op.name]
         source, port = self._made_in(key), self.placement.derived(op).inputs[i]
         slices, coords = port.slices, self.mesh.coords[self.rank]
+        cuts = Cuts.of(op.rule, strategy)
         assert slices is not None
 
         def cut(value: Value, t: int) -> Value:
             with self._relayout(key):
-                part = time_slice(self.builder, op.rule, strategy, i, coords, value, t)
+                block = Block(op.rule, cuts.ranges(coords, t))
+                part = time_slice(self.builder, strategy, i, coords, block, value)
                 return part if slices.is_outer else contiguous_copy(self.builder, part)
 
         apart = Apart(slices, source, port.layout, partial(self._relaid, key))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -174,9 +175,8 @@ class _Split:
     def accumulate(self) -> Phase:
         ops = [op for op in self.backward.ops if op.name not in self.tail_names]
         outputs = [*self._grads(False), *self.sums.items()]
-        phase = replace(self.backward, name="accumulate", ops=ops, outputs=outputs, starts={}, wanted={}, ends={})
-        phase.slices, phase.leaving = {}, {}
-        phase.gives_sums = True
+        planned: dict[str, Any] = {"starts": {}, "wanted": {}, "ends": {}, "slices": {}, "leaving": {}}
+        phase = replace(self.backward, name="accumulate", ops=ops, outputs=outputs, gives_sums=True, **planned)
         saved = set(self.backward.layout)
         derived, layout = self.placement.derived, self.placement.layout
         plan_transfers(self.graph, phase, derived, layout, resting(self.graph) | saved, self.placement.cost)

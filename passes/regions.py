@@ -67,8 +67,8 @@ class FindRegions:
         ops = [op for op in graph.ops if op.name in names]
         forward = [op for op in ops if op.name not in graph.backward]
         backward = [op for op in ops if op.name in graph.backward]
-        again = _remade(forward, backward, middle, self.links.tokens)
         lasting = _lasting(forward, backward)
+        again = _remade(forward, backward, middle, self.links.tokens, lasting)
         body = [*again, *backward]
         made = {op.name for op in body}
         kept = {key for op in body for key in op.operands if key[0] not in made}
@@ -293,11 +293,16 @@ def _viewed(graph: Annotated, body: list[OpNode]) -> list[OpNode]:
 
 
 def _remade(
-    forward: list[OpNode], backward: list[OpNode], middle: Middle, tokens: dict[str, frozenset[int]]
+    forward: list[OpNode],
+    backward: list[OpNode],
+    middle: Middle,
+    tokens: dict[str, frozenset[int]],
+    lasting: set[ValueKey],
 ) -> list[OpNode]:
-    """Ops of forward that backward runs again: those that make what it reads of the middle, and views of weights."""
+    """Ops of forward that backward runs again: those that make what it reads of the middle, but for what is lasting,
+    and views of weights.
+    """
     inside = {op.name: op for op in forward}
-    lasting = _lasting(forward, backward)
     needed: set[str] = set()
     todo = [key for op in backward for key in op.operands]
     while todo:

@@ -151,7 +151,7 @@ class _Loop:
         if i in self.slices:
             return self.slices[i]
         if port.motion == SLICE:
-            return time_slice(self.builder, self.op.rule, self.strategy, i, self._coords, value, t)
+            return time_slice(self.builder, self.strategy, i, self._coords, self.blocks[t], value)
         return value
 
     @property
@@ -277,13 +277,13 @@ class _Loop:
 
 
 def time_slice(
-    builder: Builder, rule: OpRule, strategy: Strategy, port: int, coords: dict[str, int], value: Value, t: int
+    builder: Builder, strategy: Strategy, port: int, coords: dict[str, int], block: Block, value: Value
 ) -> Value:
-    """The part of a resting block of an operand that step `t` works on."""
-    f, tensor = strategy.time_factor, rule.inputs[port]
+    """The part of what a rank holds of an operand that a step works on. `block`: that of the step."""
+    rule, ranges, f = block.rule, block.ranges, strategy.time_factor
     assert f is not None
+    tensor = rule.inputs[port]
     dim = next(d for d, factors in enumerate(tensor) if f in factors)
-    ranges = Cuts.of(rule, strategy).ranges(coords, t)
     whole = _rest_range(rule, strategy, f, coords)
     low, high = (bound - whole[0] for bound in ranges[f])
     extents = [whole if g == f else ranges[g] for g in tensor[dim]]
