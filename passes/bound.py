@@ -14,13 +14,14 @@ cost; the parts move towards the uses that need it (a subgradient step on the bo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from stpart_compiler.passes.held import Saved
 from stpart_compiler.passes.problem import Problem, evaluate, memory_bytes
 from stpart_compiler.passes.uses import Assignment, Use
 
@@ -40,6 +41,9 @@ WARM_SWEEPS = 10
 
 MULTIPLIER_STEPS = 7
 """Values of the memory multiplier that are tried."""
+
+SCAN_FACTOR, SCAN_STEPS = 8.0, 12
+"""By how much multipliers fall from one to the next where none gives what fits, and how often at most."""
 
 LEAN_ROUNDS = 60
 LEAN_STEP = 1.0
@@ -118,7 +122,7 @@ class FindBound:
         """Bisect the multipliers (ns per byte) to where assignments begin to fit; the best bound found on the way."""
         assert self.memory_limit is not None
         memory = problem.memory
-        state.limit(memory.lower(), self.memory_limit - memory.constant)
+        state.limit(memory.lower(), self.memory_limit - memory.constant, memory.lower_pairs())
         parts = _one(memory.worst(model.decoded), memory.points)
         high = model.scale(state.held, parts)
         for _ in range(POINT_ROUNDS):
@@ -127,8 +131,7 @@ class FindBound:
                 break
             parts = _towards(parts, memory.worst(decoded))
         else:
-            state.weigh(high * parts)
-            return self._run(model, problem, best, state, self.sweeps // 4)
+            return self._scan(model, problem, best, state, high * parts)
         best.offer(decoded)
         low = 0.0
         found: list[tuple[float, float, Array]] = []
@@ -147,6 +150,18 @@ class FindBound:
         state.weigh(scale * parts)
         return max(lower, self._run(model, problem, best, state, self.sweeps // 4))
 
+    def _scan(self, model: Model, problem: Problem, best: _Best, state: State, most: Array) -> float:
+        """The best bound under ever smaller multipliers, where not even the largest give what fits."""
+        found: list[tuple[float, float]] = []
+        for step in range(SCAN_STEPS):
+            scale = SCAN_FACTOR**-step
+            state.weigh(scale * most)
+            found.append((self._run(model, problem, best, state, WARM_SWEEPS), scale))
+            if found[-1][0] < max(found)[0]:
+                break
+        state.weigh(max(found)[1] * most)
+        return max(max(found)[0], self._run(model, problem, best, state, self.sweeps // 4))
+
 
 def _one(point: int, points: int) -> Array:
     parts = np.zeros(points)
@@ -162,7 +177,7 @@ def _towards(parts: Array, point: int) -> Array:
 def _decoded_at(model: Model, like: State, multipliers: Array) -> Assignment:
     """What a few sweeps give at other multipliers; leaves the model as it is."""
     state = model.state()
-    state.limit(like.held, like.room)
+    state.limit(like.held, like.room, like.saved)
     state.weigh(multipliers)
     for _ in range(WARM_SWEEPS):
         decoded = state.sweep()
@@ -265,7 +280,9 @@ class Model:
     def of(problem: Problem) -> Model:
         unary = {root: np.array(problem.own[root], dtype=np.float64) for root in problem.roots}
         pairwise: dict[Edge, Array] = {}
-        shared = [Shared.of(problem, group) for group in problem.uses]
+        # a use that may not be there counts nothing, in a lower bound
+        groups = [[use for use in group if use.when is None] for group in problem.uses]
+        shared = [Shared.of(problem, group) for group in groups if group]
         for group in shared:
             for joint in group.joints:
                 _store(joint, joint.total(group.parts), unary, pairwise)
@@ -429,6 +446,7 @@ class State:
         self.pairwise = pairwise
         self.order = order
         self.held: dict[int, Array] = {}
+        self.saved: Sequence[Saved] = ()
         self.room: Array = np.zeros(0)
         self.multipliers: Array | None = None
         rank = {root: i for i, root in enumerate(order)}
@@ -439,9 +457,15 @@ class State:
             self.after[first].append(edge)
             self.before[second].append(edge)
 
-    def limit(self, held: Mapping[int, npt.NDArray[np.number[Any]]], room: npt.NDArray[np.number[Any]]) -> None:
+    def limit(
+        self,
+        held: Mapping[int, npt.NDArray[np.number[Any]]],
+        room: npt.NDArray[np.number[Any]],
+        saved: Sequence[Saved] = (),
+    ) -> None:
         """Bytes per choice and point of what no assignment holds less than, and the room at each point."""
         self.held = {root: table.astype(np.float64) for root, table in held.items()}
+        self.saved = [one for one in saved if (one.root, one.again) in self.pairwise]
         self.room = room.astype(np.float64)
         self.multipliers = np.zeros(len(room))
 
@@ -450,6 +474,10 @@ class State:
         assert self.multipliers is not None
         for root, held in self.held.items():
             self.unary[root] = self.unary[root] + held @ (multipliers - self.multipliers)
+        for saved in self.saved:
+            costs = np.zeros((len(saved.nbytes), 2))
+            costs[:, 0] = saved.nbytes * float(saved.counts @ (multipliers - self.multipliers))
+            self.pairwise[saved.root, saved.again] += costs
         self.multipliers = multipliers
 
     def sweep(self) -> Assignment:

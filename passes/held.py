@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +24,7 @@ from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Strategy
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules import merge_of
 from stpart_compiler.passes.rules.region import Region
-from stpart_compiler.passes.space import Costs, Space, ports_of
+from stpart_compiler.passes.space import Costs, Space, again_root, ports_of
 from stpart_compiler.passes.timeline import Claim, Counts, Held, Timeline
 from stpart_compiler.passes.uses import Assignment, Prices, Use
 
@@ -49,12 +49,16 @@ NOBODY = Side(None, np.zeros(1, dtype=np.int64))
 
 @dataclass(frozen=True)
 class Demand:
-    """A claim with its layouts: `table[i, j]` is the number of the layout in which it holds the value, or NOTHING."""
+    """A claim with its layouts: `table[i, j]` is the number of the layout in which it holds the value, or NOTHING.
+
+    `when`: choices of further roots without which it holds nothing.
+    """
 
     source: Side
     target: Side
     table: Index
     counts: Counts
+    when: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def where(self) -> Index:
@@ -62,10 +66,17 @@ class Demand:
         return np.flatnonzero(self.counts)
 
     def at(self, choice: Assignment) -> int:
+        if any(choice[root] != wanted for root, wanted in self.when):
+            return NOTHING
         return int(self.table[self.source.at(choice), self.target.at(choice)])
 
+    @cached_property
+    def when_sides(self) -> list[Side]:
+        return [Side(root, np.arange(2)) for root, _ in self.when]
+
     def roots(self) -> set[int]:
-        return {side.root for side in (self.source, self.target) if side.root is not None}
+        own = {side.root for side in (self.source, self.target) if side.root is not None}
+        return own | {root for root, _ in self.when}
 
     def along(self, root: int | None, size: int) -> Index:
         """Number of the layout per choice of the only root that it depends on."""
@@ -96,6 +107,16 @@ class Mixed:
                 total[where] += sign * sizes[number] * demands[0].counts[where]
             else:
                 total += sign * sizes[number] * functools.reduce(np.maximum, [d.counts for d in demands])
+
+
+@dataclass(frozen=True)
+class Saved:
+    """`nbytes` per choice of `root` of each of `counts[p]` values, unless they run again: choice 0 of `again`."""
+
+    root: int
+    again: int
+    nbytes: Bytes
+    counts: Counts
 
 
 @dataclass
@@ -170,7 +191,7 @@ class Memory:
         key = (id(mixed), root)
         if key not in self._known:
             first, kind = _kinds(
-                [side.index for d in mixed.demands for side in (d.source, d.target) if side.root == root]
+                [side.index for d in mixed.demands for side in (d.source, d.target, *d.when_sides) if side.root == root]
             )
             self._known[key] = [(int(one), np.flatnonzero(kind == number)) for number, one in enumerate(first)]
         return self._known[key]
@@ -183,7 +204,7 @@ class Memory:
         """Tables beside `constant` whose sum no assignment holds less than: of each mixed value one claim."""
         found = dict(self.tables)
         for mixed in self.mixed:
-            single = [demand for demand in mixed.demands if len(demand.roots()) == 1]
+            single = [demand for demand in mixed.demands if len(demand.roots()) == 1 and not demand.when]
             if not single:
                 continue
             most = np.argmax(np.stack([demand.counts for demand in single]), axis=0)
@@ -192,6 +213,21 @@ class Memory:
                 counts = np.where(most == number, demand.counts, 0)
                 if counts.any():
                     found[root] = found[root] + self._of(demand, root, counts)
+        return found
+
+    def lower_pairs(self) -> list[Saved]:
+        """What is held beside `lower` of values that run again or are saved, as one chooses."""
+        found = []
+        for mixed in self.mixed:
+            always = [demand.counts for demand in mixed.demands if not demand.when and len(demand.roots()) == 1]
+            anyway = functools.reduce(np.maximum, always, np.zeros(self.points, dtype=np.int64))
+            saved = [demand for demand in mixed.demands if [wanted for _, wanted in demand.when] == [0]]
+            longest = max(saved, key=lambda demand: int(demand.counts.sum()), default=None)
+            if longest is None or longest.source.root is None:
+                continue
+            numbers = longest.table[longest.source.index]
+            least = np.where(numbers == NOTHING, 0, np.array(self.sizes)[numbers]).min(axis=1)
+            found.append(Saved(longest.source.root, longest.when[0][0], least, np.maximum(longest.counts - anyway, 0)))
         return found
 
     def _of(self, demand: Demand, root: int, counts: Counts) -> Bytes:
@@ -237,8 +273,14 @@ class MemoryMaker:
     def demand(self, held: Held, claim: Claim) -> Demand | None:
         """None where nothing is held."""
         if claim.use is None:
-            return None if held.shares else self._made(held, claim)
-        use = self.prices.uses[held.producer, *claim.use]
+            found = None if held.shares else self._made(held, claim)
+        else:
+            found = self._used(held, claim, self.prices.uses[held.producer, *claim.use])
+        if found is None or not claim.when:
+            return found
+        return replace(found, when=tuple((again_root(self.space, klass), int(runs)) for klass, runs in claim.when))
+
+    def _used(self, held: Held, claim: Claim, use: Use) -> Demand | None:
         source, target = self._side(use.from_root, use.from_members), self._side(use.to_root, use.to_members)
         table = self._table(held, claim, use)
         if np.all(table == NOTHING):
@@ -302,7 +344,7 @@ class MemoryMaker:
     def _add(self, demands: list[Demand]) -> bool:
         """Add a value to the tables, if one root decides of it alone."""
         roots = set().union(*(demand.roots() for demand in demands)) if demands else set()
-        if len(roots) > 1:
+        if len(roots) > 1 or any(demand.when for demand in demands):
             return False
         root = next(iter(roots), None)
         size = 1 if root is None else len(self.tables[root])

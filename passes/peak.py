@@ -72,7 +72,7 @@ class TrySets:
     def _number(self, key: SpanKey, way: Course) -> int:
         """The layout in which a claim holds its values."""
         if key not in self.numbers:
-            producer, kind, use = key
+            producer, kind, use, _ = key
             value = way.values[producer]
             held = Held(producer, value, shares(self.space.graph, value.key), [])
             demand = self.maker.demand(held, Claim(kind, use, np.ones(1, dtype=np.int64)))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stpart_compiler.passes.held import Memory
+from stpart_compiler.passes.optional import optional_timeline
 from stpart_compiler.passes.order import NOTHING_AGAIN, marked, orders
 from stpart_compiler.passes.propagate import Annotated
-from stpart_compiler.passes.space import Space
+from stpart_compiler.passes.quotient import Edge
+from stpart_compiler.passes.space import Space, again_root
 from stpart_compiler.passes.timeline import timeline
 from stpart_compiler.passes.uses import Assignment, Prices, Use
 
@@ -49,6 +51,8 @@ class Problem:
     own: dict[int, list[int]] = field(default_factory=dict)  # root -> ns per choice (with its followers)
     uses: list[list[Use]] = field(default_factory=list)  # grouped by (producer, phase): re-layouts are shared inside
     again: frozenset[str] = NOTHING_AGAIN  # ops of forward that backward runs again
+    optional: frozenset[int] = frozenset()  # classes of which that is chosen as well: see `passes/optional.py`
+    only_forward: bool = False  # no memory is counted in backward
     prices: Prices = field(init=False)
     priced_by: type[Prices] = Prices
 
@@ -57,17 +61,21 @@ class Problem:
 
     @cached_property
     def again_classes(self) -> frozenset[int]:
-        """Classes of the ops that backward really runs again."""
+        """Classes of the ops that backward really runs again, whatever is chosen."""
         if not self.again:
             return frozenset()
         graph = self.space.graph
         ran = [op for op in orders(graph, self.again).backward if op.name in self.again]
-        return frozenset(op.klass for op in ran)
+        return frozenset(op.klass for op in ran) - self.optional
 
     @cached_property
     def memory(self) -> Memory:
         """What is held at each point that can be the peak. Made when first asked for."""
-        lines = timeline(self.space.graph, self.space.costs.link, self.again)
+        graph, cost = self.space.graph, self.space.costs.link
+        if self.optional:
+            lines = optional_timeline(graph, cost, self.again, self.optional, only_forward=self.only_forward)
+        else:
+            lines = timeline(graph, cost, self.again)
         return Memory.of(self.space, lines, self.roots, self.prices, self.options.optimizer)
 
     def local(self, root: int) -> Local:
@@ -105,6 +113,7 @@ class _Around:
     def of(group: list[Use], root: int, count: int) -> _Around:
         sides = [use.from_index for use in group if use.from_root == root]
         sides += [use.to_index for use in group if use.to_root == root]
+        sides += [{0: 0, 1: 1} for use in group if use.when == root]
         seen: dict[tuple[int, ...], int] = {}
         kinds: list[int] = []
         kind_of: list[int] = []
@@ -142,19 +151,24 @@ class Local:
 class BuildProblem:
     """search space -> priced problem. `again`: ops of forward that backward runs again, at their full price.
 
-    `priced_by`: exact prices of re-layouts, or such as take far less time (`passes/floors.py`).
+    `optional`: op classes among them of which the solver chooses whether they do. `only_forward`: no memory is counted
+    in backward. `priced_by`: exact prices of re-layouts, or such as take far less time (`passes/floors.py`).
     """
 
     options: SolverOptions
     weights_stay: bool = False
     again: frozenset[str] = NOTHING_AGAIN
+    optional: frozenset[int] = frozenset()
+    only_forward: bool = False
     priced_by: type[Prices] = Prices
 
     def apply(self, space: Space) -> Problem:
-        problem = Problem(space, self.options, again=self.again, priced_by=self.priced_by)
+        again = (self.again, self.optional, self.only_forward)
+        problem = Problem(space, self.options, {}, {}, [], *again, priced_by=self.priced_by)
         _price_choices(problem)
         _price_params(problem)
         _price_uses(problem, self.weights_stay)
+        _price_again(problem)
         return problem
 
 
@@ -194,7 +208,26 @@ def _price_uses(problem: Problem, weights_stay: bool) -> None:
             continue
         for at in (phase, True) if edge.consumer in problem.again_classes else (phase,):
             groups.setdefault((edge.producer, edge.value.shape, at), []).append(use)
-    problem.uses = list(groups.values())
+        if edge.consumer in problem.optional:
+            when = replace(use, when=again_root(space, edge.consumer))
+            groups.setdefault((edge.producer, edge.value.shape, True), []).append(when)
+    problem.uses += list(groups.values())
+
+
+def _price_again(problem: Problem) -> None:
+    """Of what is chosen to run again its seconds, as those of a use between that choice and the one of its strategy."""
+    for klass in sorted(problem.optional):
+        choices = problem.space.choices[klass]
+        flag = again_root(problem.space, klass)
+        problem.roots[flag], problem.own[flag] = 2, [0, 0]
+        by_price: dict[int, list[int]] = {}
+        for seconds, members in zip(choices.seconds, choices.members, strict=True):
+            by_price.setdefault(_ns(seconds) * choices.count, []).extend(members)
+        edge = Edge(("op", klass, 0), klass, -1, 1, problem.space.graph.values[choices.op.name, 0])
+        numbers = list(range(len(by_price)))
+        price = [[0] * len(by_price), [*by_price]]
+        groups = list(by_price.values())
+        problem.uses.append([Use(edge, flag, [], [[0], [1]], choices.root, [], groups, {}, price, [0, 1], numbers, {})])
 
 
 def evaluate(problem: Problem, choice: Assignment) -> float:
@@ -207,6 +240,8 @@ def group_price(group: list[Use], choice: Assignment) -> int:
     """Re-layouts of one value in one phase, each distinct one paid once."""
     paid: dict[tuple[int, int], int] = {}
     for use in group:
+        if use.when is not None and not choice[use.when]:
+            continue
         i, j = use.side(choice, source=True), use.side(choice, source=False)
         if use.price[i][j]:
             pair = use.pair(i, j)

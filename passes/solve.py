@@ -28,6 +28,7 @@ from ortools.sat.python import cp_model
 from stpart_compiler.passes.bound import Bound, FindBound, find_leanest
 from stpart_compiler.passes.held import NOTHING, Demand, Mixed, Side
 from stpart_compiler.passes.problem import Problem, SolverOptions, evaluate, memory_bytes
+from stpart_compiler.passes.quotient import Producer
 from stpart_compiler.passes.uses import Assignment, Use
 
 POLISH_S = 1.0
@@ -133,7 +134,7 @@ class Solve:
             near_peak = problem.memory.at_points(bound.nearest) >= NEAR_PEAK * self.memory_limit
             model.add_memory(self.memory_limit, np.flatnonzero(near_peak).tolist())
         for _ in range(MEMORY_ROUNDS):
-            solver = self._solver(limit)
+            solver = _solver(self.options, limit)
             status = watch.solve(solver, model.cp)
             if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
                 break
@@ -148,16 +149,6 @@ class Solve:
     def _binds(self, bound: Bound, seconds: float) -> bool:
         return self.memory_limit is not None and bound.free < (1 - self.options.gap) * seconds
 
-    def _solver(self, limit: float) -> cp_model.CpSolver:
-        solver = cp_model.CpSolver()
-        solver.parameters.max_time_in_seconds = limit
-        solver.parameters.num_workers = self.options.workers
-        solver.parameters.random_seed = self.options.seed
-        solver.parameters.relative_gap_limit = self.options.gap
-        solver.parameters.cp_model_probing_level = 0
-        solver.parameters.symmetry_level = 0
-        return solver
-
     def _leanest(self, problem: Problem) -> Assignment:
         """An assignment that needs little memory, to begin with where what costs little does not fit.
 
@@ -169,20 +160,10 @@ class Solve:
         if self.memory_limit is None or held <= self.memory_limit:
             return leanest
         if self.polish_s and held <= (1 + LEAN_SPAN) * self.memory_limit:
-            leanest = self._leaner(problem, leanest)
+            leanest = find_leaner(problem, leanest, self.options)
         if memory_bytes(problem, leanest) <= self.memory_limit:
             return leanest
         raise self._infeasible(problem, leanest)
-
-    def _leaner(self, problem: Problem, known: Assignment) -> Assignment:
-        model = _Model(problem)
-        model.minimize_memory()
-        model.hint(known)
-        solver = self._solver(min(LEAN_S, self.options.time_limit_s))
-        solver.parameters.relative_gap_limit = LEAN_GAP
-        if solver.solve(model.cp) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return known
-        return min(known, model.read(solver), key=lambda choice: memory_bytes(problem, choice))
 
     def _infeasible(self, problem: Problem, choice: Assignment) -> InfeasibleError:
         least = memory_bytes(problem, choice)
@@ -198,6 +179,49 @@ class Solve:
             least,
             choice,
         )
+
+
+@dataclass(frozen=True)
+class SolveFew:
+    """priced problem with few choices -> cheapest assignment within `memory_limit` bytes per rank, by CP-SAT alone.
+
+    Memory is bounded at all points at once. `hint`: an assignment to begin with. None: none was found in the time.
+    """
+
+    options: SolverOptions
+    memory_limit: int
+
+    def apply(self, problem: Problem, hint: Assignment) -> Assignment | None:
+        model = _Model(problem)
+        model.minimize_time()
+        model.hint(hint)
+        model.add_memory(self.memory_limit, list(range(problem.memory.points)))
+        solver = _solver(self.options, self.options.time_limit_s)
+        found = solver.solve(model.cp) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+        return model.read(solver) if found else None
+
+
+def find_leaner(problem: Problem, known: Assignment, options: SolverOptions) -> Assignment:
+    """An assignment that needs less memory than the known one, if CP-SAT finds it within a few seconds."""
+    model = _Model(problem)
+    model.minimize_memory()
+    model.hint(known)
+    solver = _solver(options, min(LEAN_S, options.time_limit_s))
+    solver.parameters.relative_gap_limit = LEAN_GAP
+    if solver.solve(model.cp) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return known
+    return min(known, model.read(solver), key=lambda choice: memory_bytes(problem, choice))
+
+
+def _solver(options: SolverOptions, limit_s: float) -> cp_model.CpSolver:
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = limit_s
+    solver.parameters.num_workers = options.workers
+    solver.parameters.random_seed = options.seed
+    solver.parameters.relative_gap_limit = options.gap
+    solver.parameters.cp_model_probing_level = 0
+    solver.parameters.symmetry_level = 0
+    return solver
 
 
 def _proven(problem: Problem, bound: Bound, gap: float) -> bool:
@@ -252,6 +276,8 @@ class _Sharer:
     price: int
 
     def used(self, choice: Assignment) -> bool:
+        if self.use.when is not None and not choice[self.use.when]:
+            return False
         return self.pair == (self.use.side(choice, source=True), self.use.side(choice, source=False))
 
 
@@ -287,6 +313,7 @@ class _Model:
         self.cp = cp_model.CpModel()
         self.x: dict[int, dict[int, cp_model.IntVar]] = {}
         self.flows: list[tuple[Use, dict[tuple[int, int], cp_model.IntVar]]] = []
+        self.flow_of: dict[tuple[Producer, int, int], dict[tuple[int, int], cp_model.IntVar]] = {}
         self.shared: list[tuple[cp_model.IntVar, list[_Sharer]]] = []
         self.held: list[tuple[cp_model.IntVar, list[_Need]]] = []
         self.bounded: set[int] = set()
@@ -313,12 +340,13 @@ class _Model:
                 price = use.price[source][target] * use.edge.count
                 if price:
                     pair = use.pair(source, target)
-                    users.setdefault(pair, []).append(_Sharer(use, (source, target), indicator, price))
+                    sharer = _Sharer(use, (source, target), self._if_there(use, indicator), price)
+                    users.setdefault(pair, []).append(sharer)
         for sharing in users.values():
             self._add_shared(sharing)
 
     def _add_shared(self, sharing: list[_Sharer]) -> None:
-        if len(sharing) == 1:
+        if len(sharing) == 1 and sharing[0].use.when is None:
             self.terms.append((sharing[0].indicator, sharing[0].price))
             return
         done = self.cp.new_bool_var("")
@@ -326,6 +354,10 @@ class _Model:
             self.cp.add(done >= sharer.indicator)
         self.terms.append((done, max(sharer.price for sharer in sharing)))
         self.shared.append((done, sharing))
+
+    def _if_there(self, use: Use, indicator: cp_model.LinearExprT) -> cp_model.LinearExprT:
+        """1 where the indicator is 1 and the use is there."""
+        return indicator if use.when is None else cp_model.LinearExpr.sum([indicator, self._sum(use.when, [1]), -1])
 
     def _indicators(self, use: Use) -> list[tuple[int, int, cp_model.LinearExprT]]:
         """(source layout, target layout, 0/1 expression) for each pair that the use may need."""
@@ -339,7 +371,10 @@ class _Model:
             return [(0, i, e) if use.from_root is None else (i, 0, e) for i, e in sums]
         if use.from_root == use.to_root:
             return self._same_root(use)
-        return self._add_flow(use)
+        at = use.edge.producer, use.edge.consumer, use.edge.port
+        if at not in self.flow_of:  # what runs again reads in the same layouts
+            self.flow_of[at] = self._add_flow(use)
+        return [(i, j, var) for (i, j), var in self.flow_of[at].items()]
 
     def _sum(self, root: int, ids: list[int]) -> cp_model.LinearExprT:
         return cp_model.LinearExpr.sum([self.x[root][i] for i in ids if i in self.x[root]])
@@ -359,7 +394,7 @@ class _Model:
                     pairs.setdefault((source, target_of[i]), []).append(i)
         return [(source, target, self._sum(root, ids)) for (source, target), ids in pairs.items()]
 
-    def _add_flow(self, use: Use) -> list[tuple[int, int, cp_model.LinearExprT]]:
+    def _add_flow(self, use: Use) -> dict[tuple[int, int], cp_model.IntVar]:
         assert use.from_root is not None and use.to_root is not None
         rows, columns = self._present(use.from_root, use.from_members), self._present(use.to_root, use.to_members)
         flow = {(i, j): self.cp.new_bool_var("") for i in rows for j in columns}
@@ -370,7 +405,7 @@ class _Model:
             column = cp_model.LinearExpr.sum([flow[i, j] for i in rows])
             self.cp.add(column == self._sum(use.to_root, use.to_members[j]))
         self.flows.append((use, flow))
-        return [(i, j, var) for (i, j), var in flow.items()]
+        return flow
 
     def add_memory(self, limit: int, points: list[int]) -> None:
         """Bound what is held at some points."""
@@ -425,6 +460,9 @@ class _Model:
     def _needs(self, demand: Demand) -> dict[int, list[_Need]]:
         """Per number of a layout, how the two sides may choose for the demand to hold it."""
         found: dict[int, list[_Need]] = {}
+        if any(wanted not in self.x[root] for root, wanted in demand.when):
+            return found
+        when = [self._chosen(side, [wanted]) for side, (_, wanted) in zip(demand.when_sides, demand.when, strict=True)]
         sources, targets = self._by_index(demand.source), self._by_index(demand.target)
         for i, source in sources.items():
             columns: dict[int, list[int]] = {}
@@ -432,7 +470,7 @@ class _Model:
                 columns.setdefault(int(demand.table[i, j]), []).extend(members)
             for number, target in columns.items():
                 if number != NOTHING:
-                    sides = self._chosen(demand.source, source), self._chosen(demand.target, target)
+                    sides = self._chosen(demand.source, source), self._chosen(demand.target, target), *when
                     found.setdefault(number, []).append(_Need([side for side in sides if side is not None]))
         return found
 

@@ -1,31 +1,49 @@
 """Choose placements under a memory bound together with what of forward is run again in backward.
 
-Sets of ops to run again are tried one after another: each gives another order, and so another problem, with exact
-points and the full price of what runs twice, for which the placements are solved anew. The cheapest plan wins.
+Placements and what runs again are first chosen in turn, from a few placements: the set that suits them best, then the
+placements that are best with that set, whose own order gives exact points and prices; and so on while that pays. Then
+both at once, from the best of these. A set found so is always solved for in its own order in the end.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from stpart_compiler.passes.bound import Bound, FindBound, find_leanest
-from stpart_compiler.passes.peak import Tried, TrySets
+from stpart_compiler.passes.choose_again import (
+    Names,
+    Suiting,
+    any_set,
+    may_again,
+    runs_again,
+    together,
+    with_flags,
+    without_flags,
+)
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, memory_bytes
-from stpart_compiler.passes.recompute import FindRecompute
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
 from stpart_compiler.passes.space import Space
 from stpart_compiler.passes.uses import Assignment
 
 Progress = Callable[[str], None]
 
-SETS_TRIED = 8
-"""Number of sets of ops to run again whose memory is worked out before the best is sought near one."""
+TURNS = 3
+"""How often the set for some placements, and placements for that set, are chosen from one start."""
 
-CHANGES_TRIED = 3
-"""How often a set is replaced by the best of those that save one class more or less, or where nothing fits another."""
+TURN_GAIN = 0.002
+"""What a turn must gain for another one."""
+
+STARTS = 2
+"""With how many placements sets and placements are chosen in turn."""
+
+TIGHTER = 0.5
+"""A part of the memory limit: placements that are good with it leave room to save more."""
+
+MOST_TOGETHER = 500
+"""Choices of placements with which both are chosen at once: with more that takes long, and gained 0.2 % at most."""
 
 LEAST_S = 1.0
 """All sets and memory limits together get the solver's time limit, and what is solved after that so many seconds."""
@@ -33,31 +51,11 @@ LEAST_S = 1.0
 LEAN_TURNS = 3
 """How often, where nothing fits, leaner placements are sought for the leanest set, and a leaner set for those."""
 
-Names = frozenset[str]
 Fixed = tuple[tuple[int, int], ...]
 """An assignment as a key."""
 
 Key = TypeVar("Key")
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True)
-class Suiting:
-    """What suits one assignment, whatever the limit. `leanest`: classes to save so that it needs least; `ways`: growing
-    sets to run again."""
-
-    find: FindRecompute
-    trial: TrySets
-    leanest: frozenset[int]
-    ways: tuple[list[Names], ...]
-
-    @staticmethod
-    def of(space: Space, start: Assignment, options: SolverOptions) -> Suiting:
-        find = FindRecompute(space, start, options.marked(space.graph))
-        trial = TrySets(space, start, options)
-        leanest = min(find.cuts(), key=lambda cut: trial.at(find.names(find.all_but(cut))).nbytes)
-        ways = (list(map(find.names, sets)) for sets in (find.grown(), find.pruned(leanest)))
-        return Suiting(find, trial, leanest, tuple(way for way in ways if way))
 
 
 @dataclass
@@ -66,8 +64,8 @@ class Sets:
 
     problems: dict[Names, Problem] = field(default_factory=dict)
     leanest: dict[Names, Assignment] = field(default_factory=dict)
-    free: dict[Fixed, Bound] = field(default_factory=dict)
     suiting: dict[Fixed, Suiting] = field(default_factory=dict)
+    any_set: Problem | None = None
     spent_s: float = 0.0
     last_best: Names | None = None
 
@@ -94,14 +92,17 @@ class SolveRecompute:
         if first is not None and not first.memory_binds:
             return problem, first
         self.sets.problems.setdefault(problem.again, problem)
-        free = _kept(self.sets.free, _fixed(hint or {}), lambda: FindBound().apply(problem, hint))
+        bound = search.bound(hint)
         if search.is_late:
             search.those_known()
-            return search.best(free)
-        for start in (free.nearest, first.choice if first is not None else search.leanest(problem)):
+            if search.found:
+                return search.best(bound)
+        starts = [search.nearest(bound), search.nearest(search.bound(hint, TIGHTER))]
+        for start in search.best_starts([*starts, first.choice if first else search.leanest(problem)]):
             search.near(start)
         search.leaner()
-        return search.best(free)
+        search.together(bound)
+        return search.best(bound)
 
 
 @dataclass
@@ -124,10 +125,8 @@ class _Search:
         if lean is not None and (hint is None or memory_bytes(problem, hint) > self.memory_limit):
             hint = lean
         began = time.perf_counter()
-        left = max(LEAST_S, self.options.time_limit_s - self.sets.spent_s)
-        options = replace(self.options, time_limit_s=min(self.options.time_limit_s, left))
         try:
-            solution = Solve(options, self.memory_limit).apply(problem, hint, self.progress)
+            solution = Solve(self._limited(), self.memory_limit).apply(problem, hint, self.progress)
         except InfeasibleError as error:
             self.short.append((problem, error))
             if error.choice is not None:
@@ -138,16 +137,80 @@ class _Search:
         self.found.append((problem, solution))
         return solution
 
-    def near(self, start: Assignment, *, swap: bool = False) -> None:
-        """Solve with sets that suit an assignment. `swap`: also try sets that save another class in place of one."""
-        for again in self._suiting(start, swap):
-            if again not in self.known:
-                self._solve_again(again, start)
+    def _limited(self) -> SolverOptions:
+        left = max(LEAST_S, self.options.time_limit_s - self.sets.spent_s)
+        return replace(self.options, time_limit_s=min(self.options.time_limit_s, left))
 
-    def _solve_again(self, again: Names, start: Assignment) -> None:
+    def bound(self, hint: Assignment | None, part: float = 1.0) -> Bound:
+        """Seconds that nothing beats within a part of the limit, whatever runs again, and placements near to that."""
+        if self.sets.any_set is None:
+            self.sets.any_set = any_set(self.space, self.options)
+        flagged = self.sets.any_set
+        flags = None if hint is None else with_flags(self.space, hint, flagged.optional, frozenset())
+        return FindBound(round(part * self.memory_limit)).apply(flagged, flags)
+
+    def nearest(self, bound: Bound) -> Assignment:
+        return without_flags(self.space, bound.nearest)
+
+    def best_starts(self, starts: list[Assignment]) -> list[Assignment]:
+        """The most promising placements: those that fit with the fastest sets, else those that need least."""
+        ranks = {}
+        for start in starts:
+            again = self._suiting(start)
+            tried = self.sets.suiting[_fixed(start)].trial.at(again)
+            ranks[_fixed(start)] = max(0, tried.nbytes - self.memory_limit), tried.seconds
+        return [dict(start) for start in sorted(ranks, key=ranks.__getitem__)[:STARTS]]
+
+    def near(self, start: Assignment, *, lean: bool = False) -> None:
+        """Solve with the set that suits an assignment, and with the one that suits what that gives.
+
+        `lean`: where it fits with none, with the one with which it needs least, which takes longer to find.
+        """
+        seconds = float("inf")
+        for _ in range(TURNS):
+            again = self._suiting(start, lean)
+            if again in self.known:
+                return
+            solution = self._solve_again(again, start)
+            if solution is None or solution.seconds > (1 - TURN_GAIN) * seconds:
+                return
+            start, seconds = solution.choice, solution.seconds
+
+    def _suiting(self, start: Assignment, lean: bool = False) -> Names:
+        """The fastest set found with which an assignment fits; where it fits with none, one that needs little."""
+        suiting = _kept(self.sets.suiting, _fixed(start), lambda: Suiting(self.space, start, self.options))
+        return suiting.within(self.memory_limit) or (suiting.leanest if lean else suiting.all_but_a_cut)
+
+    def _solve_again(self, again: Names, start: Assignment) -> Solution | None:
         self.progress(f"memory is short: solving with {len(again)} ops run again in backward")
         build = BuildProblem(self.options, again=again)
-        self.solve(_kept(self.sets.problems, again, lambda: build.apply(self.space)), start)
+        return self.solve(_kept(self.sets.problems, again, lambda: build.apply(self.space)), start)
+
+    def together(self, bound: Bound) -> None:
+        """From the best so far, choose placements and what runs again at once, where there are few enough choices."""
+        if (
+            not self.found
+            or sum(self.found[0][0].roots.values()) > MOST_TOGETHER
+            or self.sets.spent_s >= self.options.time_limit_s
+        ):
+            return
+        problem, solution = min(self.found, key=lambda pair: pair[1].seconds)
+        if bound.lower >= (1 - self.options.gap) * solution.seconds:
+            return
+        self.progress("memory is short: solving for placements and what is run again at once")
+        most = self.sets.suiting[min(self.sets.suiting)].most
+        flagged, hint = together(self.space, self.options, most, problem.again_classes, solution.choice)
+        began = time.perf_counter()
+        try:
+            chosen = Solve(self._limited(), self.memory_limit).apply(flagged, hint, self.progress).choice
+        except InfeasibleError:
+            return
+        finally:
+            self.sets.spent_s += time.perf_counter() - began
+        may = may_again(self.space, self.options)
+        again = may.names(may.needed(runs_again(self.space, chosen, flagged.optional)))
+        if (again, without_flags(self.space, chosen)) != (problem.again, solution.choice):
+            self._solve_again(again, without_flags(self.space, chosen))
 
     def leaner(self) -> None:
         """While nothing fits, go on from the leanest problem's leanest assignment."""
@@ -155,7 +218,7 @@ class _Search:
             if self.found:
                 return
             before = len(self.short)
-            self.near(self.leanest(min(self.short, key=lambda pair: pair[1].least)[0]), swap=True)
+            self.near(self.leanest(min(self.short, key=lambda pair: pair[1].least)[0]), lean=True)
             if len(self.short) == before:
                 return
 
@@ -176,58 +239,14 @@ class _Search:
         """An assignment of a problem that needs little."""
         return _kept(self.sets.leanest, problem.again, lambda: find_leanest(problem))
 
-    def best(self, free: Bound) -> tuple[Problem, Solution]:
-        """The cheapest. Its bound is that without a limit: it holds for all sets."""
+    def best(self, bound: Bound) -> tuple[Problem, Solution]:
+        """The cheapest. Its bound is the one that holds for all sets."""
         if not self.found:
             raise min((error for _, error in self.short), key=lambda error: error.least)
         problem, solution = min(self.found, key=lambda pair: pair[1].seconds)
         self.sets.last_best = problem.again
-        binds = free.lower < (1 - self.options.gap) * solution.seconds
-        return problem, replace(solution, bound=min(free.lower, solution.seconds), memory_binds=binds)
-
-    def _suiting(self, start: Assignment, swap: bool) -> list[Names]:
-        """The fastest set found with which an assignment fits; none where no op may run again.
-
-        Where it fits with none, the one with which it needs least: when too much is run again at once, it is all held
-        at once. Beside it then the leanest of those that save few values: with other placements that may be leaner.
-        """
-        suiting = _kept(self.sets.suiting, _fixed(start), lambda: Suiting.of(self.space, start, self.options))
-        find, trial, names = suiting.find, suiting.trial, suiting.find.names
-        if not suiting.ways:
-            return []
-        tried = [self._first_fitting(trial, way) for way in suiting.ways]
-        best = min([*tried, *map(trial.at, self.known)], key=self._rank)
-        for _ in range(CHANGES_TRIED):
-            better = self._better(best, trial, map(names, find.beside(best.again)))
-            if better is None and swap:
-                better = self._better(best, trial, map(names, find.swapped(best.again)))
-            if better is None:
-                break
-            best = better
-        fits = best.nbytes <= self.memory_limit
-        return [best.again] if fits else [best.again, names(find.all_but(suiting.leanest))]
-
-    def _better(self, best: Tried, trial: TrySets, sets: Iterable[Names]) -> Tried | None:
-        other = min(map(trial.at, sets), key=self._rank, default=best)
-        return other if self._rank(other) < self._rank(best) else None
-
-    def _rank(self, tried: Tried) -> tuple[int, float]:
-        """Less is better: what does not fit by its bytes, what does by its seconds."""
-        return max(0, tried.nbytes - self.memory_limit), tried.seconds
-
-    def _first_fitting(self, trial: TrySets, sets: list[Names]) -> Tried:
-        """The first of some growing sets with which an assignment fits, or with which it needs least."""
-        step = -(-len(sets) // SETS_TRIED)
-        some = [*range(0, len(sets), step), len(sets) - 1]
-        fitting = [n for n in some if trial.at(sets[n]).nbytes <= self.memory_limit]
-        if not fitting:
-            return min((trial.at(sets[n]) for n in some), key=lambda one: one.nbytes)
-        low, high = max(0, fitting[0] - step + 1), fitting[0]
-        while low < high:
-            middle = (low + high) // 2
-            fits = trial.at(sets[middle]).nbytes <= self.memory_limit
-            low, high = (low, middle) if fits else (middle + 1, high)
-        return trial.at(sets[high])
+        binds = bound.free < (1 - self.options.gap) * solution.seconds
+        return problem, replace(solution, bound=min(bound.lower, solution.seconds), memory_binds=binds)
 
 
 def _fixed(choice: Assignment) -> Fixed:

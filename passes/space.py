@@ -492,6 +492,11 @@ def _params(
     return found
 
 
+def again_root(space: Space, klass: int) -> int:
+    """The root that says whether an op class of forward runs again in backward: choice 1 is that it does."""
+    return len(space.choices) + klass
+
+
 def strategy_of(space: Space, choice: Mapping[int, int], klass: int) -> tuple[int, Strategy]:
     """Chosen strategy of an op class, and its index there."""
     choices = space.choices[klass]

@@ -13,7 +13,7 @@ but not looked at for this.
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -38,7 +38,12 @@ ClaimKind = Literal["made", "read", "flight", "saved"]
 it. saved: as produced, or where that is pending as the use asks for it."""
 
 
-SpanKey = tuple[Producer, ClaimKind, Use | None]
+When = tuple[tuple[int, bool], ...]
+"""Of some op classes whether they run again in backward: what a claim holds only with (`passes/optional.py`)."""
+
+ALWAYS: When = ()
+
+SpanKey = tuple[Producer, ClaimKind, Use | None, When]
 """Class of values, and the claim on it."""
 
 
@@ -49,6 +54,7 @@ class Claim:
     kind: ClaimKind
     use: Use | None
     counts: Counts
+    when: When = ALWAYS
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ def timeline(graph: Annotated, cost: LinkCost, again: frozenset[str] = NOTHING_A
     `cost`: of the cluster and mesh, as for the schedule; `again`: as in `orders`.
     """
     forward, backward, spans = _walked(graph, cost, again)
-    return _folded(graph, [*forward, *backward], spans)
+    return folded(graph, [*forward, *backward], spans)
 
 
 @dataclass(frozen=True)
@@ -120,19 +126,25 @@ def shares(graph: Annotated, key: ValueKey) -> bool:
     return op is None or is_view(op.call.target)
 
 
-def _walked(graph: Annotated, cost: LinkCost, again: frozenset[str]) -> tuple[list[OpNode], list[OpNode], _Spans]:
-    """The ops of forward and backward, and where each value is held."""
-    order = orders(graph, again)
-    spans = _Spans(graph)
-    forward = _Walk(graph, order.forward, cost, order.resting, 0)
-    end = 2 * len(order.forward)
+def walked_forward(graph: Annotated, cost: LinkCost, order: Orders, spans: Spans) -> Walk:
+    """Go through forward."""
+    forward = Walk(graph, order.forward, cost, order.resting, 0)
     for key in order.results:
         forward.give(key, (-1, -1))
     for key in order.saved:
         forward.keep(key)
     forward.run(spans)
+    return forward
+
+
+def _walked(graph: Annotated, cost: LinkCost, again: frozenset[str]) -> tuple[list[OpNode], list[OpNode], Spans]:
+    """The ops of forward and backward, and where each value is held."""
+    order = orders(graph, again)
+    spans = Spans(graph)
+    forward = walked_forward(graph, cost, order, spans)
     if order.training:
-        backward = _Walk(graph, order.backward, cost, order.resting | set(order.saved), end)
+        end = 2 * len(order.forward)
+        backward = Walk(graph, order.backward, cost, order.resting | set(order.saved), end)
         for key, param in order.grads:
             backward.give(key, use_of_grad(graph, param))
         backward.run(spans)
@@ -141,7 +153,7 @@ def _walked(graph: Annotated, cost: LinkCost, again: frozenset[str]) -> tuple[li
 
 
 @dataclass
-class _Spans:
+class Spans:
     """Spans of positions, both ends included, per value class and kind of claim."""
 
     graph: Annotated
@@ -158,14 +170,22 @@ class _Spans:
             self.producers[key] = producer_of(self.graph, key, self.param_class)
         return self.producers[key]
 
-    def add(self, key: ValueKey, kind: ClaimKind, use: Use | None, span: Span) -> None:
+    def add(self, key: ValueKey, kind: ClaimKind, use: Use | None, span: Span, when: When = ALWAYS) -> None:
         producer = self.producer(key)
         self.value.setdefault(producer, key)
-        self.found.setdefault((producer, kind, use), []).append(span)
+        self.found.setdefault((producer, kind, use, when), []).append(span)
+
+    def before(self, end: int) -> Spans:
+        """What is held at the positions before `end`."""
+        found = {
+            key: [(start, min(last, end - 1)) for start, last in spans if start < end]
+            for key, spans in self.found.items()
+        }
+        return replace(self, found={key: spans for key, spans in found.items() if spans})
 
 
 @dataclass
-class _Reads:
+class Reads:
     """Uses of one value by one operand of one op class in a phase: from the first fetch to the last read."""
 
     start: int
@@ -176,7 +196,7 @@ class _Reads:
         self.start, self.first, self.last = min(self.start, start), min(self.first, first), max(self.last, last)
 
 
-class _Walk:
+class Walk:
     """Goes through the ops of a phase, from last to first, and notes how long each value is read.
 
     Position 2t + offset is op t running, the next one is after it.
@@ -191,7 +211,7 @@ class _Walk:
         self.offset = offset
         self.end = 2 * len(ops) - 1
         self.place = {op.name: t for t, op in enumerate(ops)}
-        self.reads: dict[ValueKey, dict[Use, _Reads]] = {}
+        self.reads: dict[ValueKey, dict[Use, Reads]] = {}
         self.last: dict[ValueKey, int] = {}
         self.ahead = Ahead(graph, ops, cost)
         self.kept: set[ValueKey] = set()
@@ -207,7 +227,7 @@ class _Walk:
         self.kept.add(key)
         self.last[key] = self.end
 
-    def run(self, spans: _Spans) -> None:
+    def run(self, spans: Spans) -> None:
         begins = self.ahead.begins()
         for t in reversed(range(len(self.ops))):
             op = self.ops[t]
@@ -229,14 +249,14 @@ class _Walk:
         if use in uses:
             uses[use].join(start, first, last)
         else:
-            uses[use] = _Reads(start, first, last)
+            uses[use] = Reads(start, first, last)
         if key in self.resting or key[0] in self.place:
             return
         view = self.graph.by_name[key[0]]
         for port, operand in enumerate(view.operands):
             self._touch(operand, (view.klass, port), start, first, last)
 
-    def _note(self, spans: _Spans, key: ValueKey, uses: dict[Use, _Reads]) -> None:
+    def _note(self, spans: Spans, key: ValueKey, uses: dict[Use, Reads]) -> None:
         made = self.place.get(key[0])
         fresh = made is not None and key not in self.resting
         for use, reads in uses.items():
@@ -246,7 +266,7 @@ class _Walk:
             else:
                 spans.add(key, "read", use, self._at(reads.start, reads.last))
 
-    def _note_made(self, spans: _Spans, op: OpNode) -> None:
+    def _note_made(self, spans: Spans, op: OpNode) -> None:
         t = self.place[op.name]
         for r, result in enumerate(op.call.results):
             if result is not None:
@@ -256,7 +276,7 @@ class _Walk:
         return start + self.offset, end + self.offset
 
 
-def _add_saved(spans: _Spans, forward: _Walk, backward: _Walk, order: Orders) -> None:
+def _add_saved(spans: Spans, forward: Walk, backward: Walk, order: Orders) -> None:
     """Saved values are held from where they are made to their last read in backward.
 
     All of a class are one claim, though not all need be read by the same op class first.
@@ -269,7 +289,7 @@ def _add_saved(spans: _Spans, forward: _Walk, backward: _Walk, order: Orders) ->
         spans.add(key, "saved", use, (made, backward.offset + backward.last[key]))
 
 
-def _folded(graph: Annotated, ops: list[OpNode], spans: _Spans) -> Timeline:
+def folded(graph: Annotated, ops: list[OpNode], spans: Spans) -> Timeline:
     """Counts per class, at the points that can be the peak."""
     keys = [key for key in spans.found if not (key[1] in ("made", "flight") and shares(graph, spans.value[key[0]]))]
     largest = max((_bytes(graph, key) for key in graph.values), default=0)
@@ -282,9 +302,9 @@ def _folded(graph: Annotated, ops: list[OpNode], spans: _Spans) -> Timeline:
     places = [ends[n] for n in chosen]
     points = [Point(ops[at // 2].klass if at % 2 == 0 else -1, ops[at // 2].name) for at in places]
     claims: dict[Producer, list[Claim]] = {}
-    for (producer, kind, use), row in zip(keys, counts, strict=True):
+    for (producer, kind, use, when), row in zip(keys, counts, strict=True):
         if row.any():
-            claims.setdefault(producer, []).append(Claim(kind, use, row))
+            claims.setdefault(producer, []).append(Claim(kind, use, row, when))
     held = [
         Held(producer, graph.values[key], shares(graph, key), claims[producer])
         for producer, key in spans.value.items()
@@ -307,11 +327,13 @@ def _bytes(graph: Annotated, key: ValueKey) -> float:
 
 
 def _ends(ops: list[OpNode]) -> list[int]:
-    """Positions of the first two and the last two ops of every class that does anything."""
-    places: dict[int, list[int]] = {}
+    """Positions of the first two and the last two ops of every class that does anything, run again or not."""
+    places: dict[tuple[int, bool], list[int]] = {}
+    ran: set[str] = set()
     for t, op in enumerate(ops):
         if not is_view(op.call.target):
-            places.setdefault(op.klass, []).append(t)
+            places.setdefault((op.klass, op.name in ran), []).append(t)
+            ran.add(op.name)
     kept = {t for ts in places.values() for t in (*ts[:2], *ts[-2:])}
     return sorted(2 * t + after for t in kept for after in (0, 1))
 

@@ -31,7 +31,7 @@ class Use:
 
     `apart[i, j]`: the slices by which a re-layout is made, of those that are not made at once. `from_ids`, `to_ids`:
     numbers of the layouts, equal for equal layouts, over all uses; `slice_ids[i, j]`: of an operand that comes in
-    slices that of what is held instead.
+    slices that of what is held instead. `when`: of a use by what may run again, the root that chooses whether it does.
     """
 
     edge: Edge
@@ -46,6 +46,7 @@ class Use:
     from_ids: list[int]
     to_ids: list[int]
     slice_ids: dict[Pair, int]
+    when: int | None = None
 
     @property
     def from_layouts(self) -> list[Layout]:
@@ -83,7 +84,7 @@ class Use:
         return {i: index for index, ids in enumerate(self.to_members) for i in ids}
 
     def roots(self) -> set[int]:
-        return {root for root in (self.from_root, self.to_root) if root is not None}
+        return {root for root in (self.from_root, self.to_root, self.when) if root is not None}
 
 
 class Prices:

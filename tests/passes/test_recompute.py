@@ -27,7 +27,7 @@ from stpart_compiler.passes.order import marked, may_run_again, orders
 from stpart_compiler.passes.peak import TrySets, only_chosen
 from stpart_compiler.passes.problem import BuildProblem, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated
-from stpart_compiler.passes.recompute import FindRecompute
+from stpart_compiler.passes.recompute import FindCuts, MayAgain
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import BuildSpace, Costs
 from stpart_compiler.passes.strategies import enumerate_strategies, is_contraction
@@ -262,8 +262,9 @@ def test_sets_tried() -> None:
     draw = random.Random(0)
     choice = {root: draw.randrange(count) for root, count in roots.items()}
     trial = TrySets(space, choice, SOLVER)
-    find = FindRecompute(space, choice)
-    for classes in (frozenset[int](), *find.grown()[::6], *map(find.all_but, find.cuts()[:2])):
+    may = MayAgain(graph)
+    some = [frozenset(draw.sample(sorted(may.classes), len(may.classes) // part)) for part in (2, 3)]
+    for classes in (frozenset[int](), *some, *map(may.all_but, FindCuts(may).apply(space, choice)[:2])):
         again = frozenset(op.name for op in graph.ops if op.klass in classes)
         problem = BuildProblem(SOLVER, again=again).apply(only_chosen(space, choice))
         only = dict.fromkeys(problem.roots, 0)
