@@ -88,7 +88,7 @@ def cuts(row: PlanRow) -> list[str]:
     return [cut.split("=")[0] for cut in row.strategy.split(", ")]
 
 
-@pytest.mark.parametrize(("mesh", "batch"), [(3, 2), (4, 1), (8, 2), ((2, 2), 2)], ids=str)
+@pytest.mark.parametrize(("mesh", "batch"), [(3, 2), ((4,), 1), ((8,), 2), ((2, 2), 2)], ids=str)
 @pytest.mark.parametrize("template", ["cp_zero3", None])
 def test_what_touches_the_sequence_stays_exact(mesh: Any, batch: int, template: str | None) -> None:
     x = tokens(batch, 24)
