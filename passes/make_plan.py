@@ -85,11 +85,12 @@ class MakePlan:
         if self.name is not None:
             space, problem, solution = self._template(graph, template(self.name), self.options.marked(graph))
             return written_plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
-        space, problem = self._known_whole(graph)
-        if self.known.yardsticks is None:
+        if self.known.yardsticks is None:  # first, so that there is a plan soon
             templates = self._applicable(graph) if self.options.yardsticks else []
             self.known.yardsticks = self._priced(graph, templates, self.options.marked(graph), progress)
-            self.known.yardsticks |= self._spatial_only(space, progress) if self.options.spatial_only else {}
+            if self.options.spatial_only:
+                self.known.yardsticks |= self._spatial_only(self._known_whole(graph)[0], progress)
+        space, problem = self._known_whole(graph)
         yardsticks = {name: found for name, found in self.known.yardsticks.items() if self._fits(found)}
         space, problem, solution = self._solved(
             space, problem, self._hint(problem, yardsticks), progress, self.known.sets

@@ -137,7 +137,7 @@ PRODUCTS = st.Cluster("products only", Device("d", "cpu", (("float32", 1e9),), 2
 def planned(length: int, ranks: int, template: str | None = "cp_zero3") -> st.CompiledModel:
     with torch.device("meta"):
         model, x = Heads(), torch.zeros(2, length, dtype=torch.long)
-    return st.compile_model(model, (x,), mesh=ranks, cluster=PRODUCTS, template=template)
+    return st.compile_model(model, (x,), mesh=(ranks,), cluster=PRODUCTS, template=template)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
