@@ -95,9 +95,8 @@ class MakePlan:
         space, problem, solution = self._solved(
             space, problem, self._hint(problem, yardsticks), progress, self.known.sets
         )
-        if self.options.yardsticks and problem.again != self.options.marked(graph):
-            others = [chosen for chosen in self._applicable(graph) if chosen.name not in yardsticks]
-            yardsticks |= self._priced(graph, others, problem.again, progress)
+        if self.options.yardsticks:
+            yardsticks |= self._priced_again(graph, yardsticks, problem.again, progress)
         prices = {name: found[2].seconds for name, found in yardsticks.items()}
         best = min(yardsticks.values(), key=lambda found: found[2].seconds, default=None)
         if best is not None and best[2].seconds < solution.seconds:
@@ -115,6 +114,12 @@ class MakePlan:
         bound = FindBound(sweeps=SHORT_SWEEPS, gap=self.options.gap / 4).apply(problem)
         choice = bound.nearest
         return Screened(bound.lower, evaluate(problem, choice), lambda: memory_bytes(problem, choice))
+
+    def priced(self, graph: Annotated, again: frozenset[str], progress: Progress) -> dict[str, float]:
+        """Seconds of the templates that fit. `again`: ops that backward runs again where one would not fit else."""
+        found = self._priced(graph, self._applicable(graph), self.options.marked(graph), progress)
+        found |= self._priced_again(graph, found, again, progress)
+        return {name: solution.seconds for name, (_, _, solution) in found.items()}
 
     def least(self, graph: Annotated) -> int:
         """Bytes per rank that some assignment needs, of those that need little."""
@@ -177,6 +182,13 @@ class MakePlan:
                 continue
             progress(f"template {chosen.name}: {found[chosen.name][2].seconds * 1e3:.3f} ms")
         return found
+
+    def _priced_again(
+        self, graph: Annotated, found: dict[str, Found], again: frozenset[str], progress: Progress
+    ) -> dict[str, Found]:
+        """Of the templates that did not fit those that do where so much more is run again."""
+        others = [chosen for chosen in self._applicable(graph) if chosen.name not in found]
+        return self._priced(graph, others, again, progress) if again != self.options.marked(graph) else {}
 
     def _spatial_only(self, space: Space, progress: Progress) -> dict[str, Found]:
         """The best plan found in the part of the space without temporal maps, if one fits."""

@@ -33,6 +33,7 @@ from stpart_compiler.passes.regions import REGIONS
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import Costs
+from stpart_compiler.passes.splits import PriceSplits
 from stpart_compiler.passes.templates import template as named_template
 from stpart_compiler.pauses import same_random, without_gc
 from stpart_compiler.plan_cache import plan_cache
@@ -157,6 +158,11 @@ def compile_model(
             say("solving with sequences in pieces, which may be cheaper to move")
             grid = found.mesh if found.mesh in grids else grids[0]  # a refined plan has another mesh
             found, programs = _cheapest([(found, programs), search_on(grid, 1).run()])
+        if options.spatial_only and options.yardsticks and template is None:
+            used = written.of(found.stripes)
+            kinds = [used.plain, *([used.of(found.regions)] if found.regions else [])]
+            priced = PriceSplits(prices, options, limit, limits.whole_parameters)
+            found.yardsticks = priced.apply(kinds, found, say)
         cache.store(found)
         return found, programs
 
