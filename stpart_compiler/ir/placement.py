@@ -256,12 +256,16 @@ class Tables:
 
     def pieces(self, sizes: tuple[int, ...], source: Cuts, target: Cuts) -> dict[Box, tuple[Piece, ...]]:
         """Target block -> the pieces it is made of, in order; empty blocks have none."""
+        boxes = self.boxes(sizes, target)
+        return {box: self.pieces_of(box, sizes, source, target) for box in dict.fromkeys(boxes)}
+
+    def pieces_of(self, box: Box, sizes: tuple[int, ...], source: Cuts, target: Cuts) -> tuple[Piece, ...]:
+        """The pieces of one target block."""
+        if not sizes:
+            return (Piece((), ()),)
         tables = [self.overlaps(PairAtom(*parts)) for parts in zip(sizes, source, target, strict=True)]
-        out: dict[Box, tuple[Piece, ...]] = {}
-        for box in dict.fromkeys(self.boxes(sizes, target)):
-            found = itertools.product(*(table[span] for table, span in zip(tables, box, strict=True)))
-            out[box] = tuple(Piece(tuple(o[0] for o in parts), tuple(o[1] for o in parts)) for parts in found)
-        return out
+        found = itertools.product(*(table[span] for table, span in zip(tables, box, strict=True)))
+        return tuple([Piece(*zip(*parts, strict=True)) for parts in found])
 
     def values(self, digits: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Per rank, the values of the digits."""

@@ -221,6 +221,8 @@ def _all_to_all(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg | None
     here, there = table.boxes(sizes, a.cuts), table.boxes(sizes, b.cuts)
     if volume(here[0]) != volume(there[0]):
         return None
+    if not _may_swap(here[0], table.pieces_of(there[0], sizes, a.cuts, b.cuts)):
+        return None
     pieces = table.pieces(sizes, a.cuts, b.cuts)
     classes = table.classes(a.partial)
     found: dict[tuple[int, tuple[Box, ...]], _Table] = {}
@@ -248,6 +250,13 @@ def _all_to_all(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg | None
     away = senders != receivers
     part = np.full(int(away.sum()), volume(here[0]) // n)
     return leg._replace(traffic=replace(leg.traffic, reaches=_reaches(table, senders[away], receivers[away], part)))
+
+
+def _may_swap(here: Box, pieces: tuple[Piece, ...]) -> bool:
+    """Whether a rank with a block has one of the pieces of another, all alike and of as many blocks as there are."""
+    blocks, parts = [piece.block for piece in pieces], {extent(piece.part) for piece in pieces}
+    even = len(blocks) > 1 and len(parts) == 1 and len(blocks) * volume(pieces[0].part) == volume(blocks[0])
+    return even and here in blocks
 
 
 def _ascending(group: tuple[int, ...], boxes: tuple[Box, ...]) -> bool:
@@ -292,8 +301,8 @@ def _perfect_matching(left: _Table) -> dict[Box, object] | None:
 def _pieces_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed, kind: str) -> Leg:
     wanted = _wanted(table, sizes, a, b)
     senders = np.array([one for row in _senders(table, wanted) for one in row], dtype=np.int64)
-    receivers = np.repeat(np.arange(len(wanted)), list(map(len, wanted)))
-    elements = np.array([each.elements for row in wanted for each in row], dtype=np.int64)
+    receivers = np.repeat(np.arange(len(wanted)), [len(row.holders) for row in wanted])
+    elements = np.array([one for row in wanted for one in row.elements], dtype=np.int64)
     away = senders != receivers
     senders, receivers, elements = senders[away], receivers[away], elements[away]
     reaches = _reaches(table, senders, receivers, elements)
@@ -327,46 +336,38 @@ def _reaches(table: Tables, senders: Index, receivers: Index, elements: Index) -
 
 
 class _Wanted(NamedTuple):
-    """A piece of a summand that a rank needs: its elements, and the ranks that hold it, ascending."""
+    """What a rank's block is made of: `pieces` of each of its `summands`. `elements`, `holders`: of all pieces of all
+    summands, one summand after another, how much each is and the ranks that hold it, ascending.
+    """
 
-    summand: int
-    piece: Piece
-    elements: int
-    holders: list[int]
+    summands: list[int]
+    pieces: tuple[Piece, ...]
+    elements: list[int]
+    holders: list[list[int]]
 
 
-def _wanted(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> list[list[_Wanted]]:
-    """Per rank what its target block is made of. Ranks that want the same have the same list."""
+def _wanted(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> list[_Wanted]:
+    """Per rank. Ranks that want the same have the same one."""
     here, there = table.boxes(sizes, a.cuts), table.boxes(sizes, b.cuts)
     before, after = table.classes(a.partial), table.classes(b.partial)
     holders: dict[int, dict[Box, list[int]]] = {}
+    summands: dict[int, dict[int, None]] = {}
     for rank in table.ranks:
         holders.setdefault(before[rank], {}).setdefault(here[rank], []).append(rank)
-    summands = _summands(table, a, b)
-    pieces = {
-        box: [(piece, volume(piece.part)) for piece in found]
-        for box, found in table.pieces(sizes, a.cuts, b.cuts).items()
-    }
-    known: dict[tuple[int, Box], list[_Wanted]] = {}
-    for key in zip(after, there, strict=True):
-        if key not in known:
-            known[key] = [
-                _Wanted(summand, piece, elements, holders[summand][piece.block])
-                for summand in summands[key[0]]
-                for piece, elements in pieces[key[1]]
-            ]
+        summands.setdefault(after[rank], {})[before[rank]] = None
+    pieces = table.pieces(sizes, a.cuts, b.cuts)
+    elements = {box: [volume(piece.part) for piece in found] for box, found in pieces.items()}
+    known: dict[tuple[int, Box], _Wanted] = {}
+    for which, box in zip(after, there, strict=True):
+        if (which, box) not in known:
+            added, parts = list(summands[which]), pieces[box]
+            blocks = [piece.block for piece in parts]
+            held = [own[block] for own in map(holders.__getitem__, added) for block in blocks]
+            known[which, box] = _Wanted(added, parts, elements[box] * len(added), held)
     return [known[key] for key in zip(after, there, strict=True)]
 
 
-def _summands(table: Tables, a: Placed, b: Placed) -> dict[int, dict[int, None]]:
-    """Class of a target block's summand -> the source's summands that it is made of, in the order of ranks."""
-    found: dict[int, dict[int, None]] = {}
-    for before, after in zip(table.classes(a.partial), table.classes(b.partial), strict=True):
-        found.setdefault(after, {})[before] = None
-    return found
-
-
-def _senders(table: Tables, wanted: list[list[_Wanted]]) -> list[list[int]]:
+def _senders(table: Tables, wanted: list[_Wanted]) -> list[list[int]]:
     """Per rank and piece who gives it: the rank itself, else the nearest holder, and among holders equally near the one
     that has given least so far.
     """
@@ -374,28 +375,28 @@ def _senders(table: Tables, wanted: list[list[_Wanted]]) -> list[list[int]]:
     return [_senders_to(rank, row, table.apart_from(rank), load) for rank, row in enumerate(wanted)]
 
 
-def _senders_to(rank: int, wanted: list[_Wanted], apart: list[int], load: list[int]) -> list[int]:
+def _senders_to(rank: int, wanted: _Wanted, apart: list[int], load: list[int]) -> list[int]:
     found = []
-    for each in wanted:
-        best = each.holders[0]
-        if len(each.holders) > 1:
-            others = each.holders
-            best = rank if rank in others else min(others, key=lambda other: (apart[other], load[other], other))
+    for elements, holders in zip(wanted.elements, wanted.holders, strict=True):
+        best = holders[0]
+        if len(holders) > 1:
+            least = min(map(apart.__getitem__, holders))  # 0 for the rank itself
+            best = min([other for other in holders if apart[other] == least], key=load.__getitem__)
         if best != rank:
-            load[best] += each.elements
+            load[best] += elements
         found.append(best)
     return found
 
 
 def find_flow(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Flow:
     """Pieces of every rank's target block, from whom `_senders` says."""
-    wanted, summands, after = _wanted(table, sizes, a, b), _summands(table, a, b), table.classes(b.partial)
+    wanted = _wanted(table, sizes, a, b)
     flow = Flow([], [[] for _ in table.ranks])
     for rank, (row, senders) in enumerate(zip(wanted, _senders(table, wanted), strict=True)):
-        takes: dict[int, list[Source]] = {summand: [] for summand in summands[after[rank]]}
-        for each, sender in zip(row, senders, strict=True):
-            takes[each.summand].append(Source(sender, each.piece))
-            if sender != rank:
-                flow.gives[sender].append((rank, each.piece.part))
-        flow.takes.append(list(takes.values()))
+        left = iter(senders)
+        takes = [[Source(next(left), piece) for piece in row.pieces] for _ in row.summands]
+        flow.takes.append(takes)
+        for source in itertools.chain(*takes):
+            if source.rank != rank:
+                flow.gives[source.rank].append((rank, source.piece.part))
     return flow
