@@ -9,13 +9,13 @@ import torch
 
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.plan import Plan
-from stpart_compiler.passes.bound import find_leanest
+from stpart_compiler.passes.bound import FindBound, find_leanest
 from stpart_compiler.passes.narrow import only_choices
 from stpart_compiler.passes.plan_rows import plan_rows
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.rules.region import Region
-from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
+from stpart_compiler.passes.solve import SHORT_SWEEPS, InfeasibleError, Solution, Solve
 from stpart_compiler.passes.solve_recompute import Sets, SolveRecompute
 from stpart_compiler.passes.space import BuildSpace, Choices, Costs, Restriction, Space, strategy_of
 from stpart_compiler.passes.strategies import space_on
@@ -32,6 +32,26 @@ SPATIAL_ONLY = "best spatial-only"
 """Name of the yardstick that is the solver itself with temporal maps switched off."""
 
 Found = tuple[Space, Problem, Solution]
+
+
+@dataclass(frozen=True)
+class Screened:
+    """What a short search on a mesh found, whatever memory it takes: seconds no plan can beat, and those of a plan.
+
+    `nbytes`: what that plan needs per rank; a look at memory takes as long as the search, so it is made when asked for.
+    """
+
+    lower: float
+    seconds: float
+    nbytes: Callable[[], int]
+
+    def beats(self, seconds: float, gap: float, limit: int) -> bool:
+        """Whether the plan that was found is faster by more than the relative `gap` and fits in `limit` bytes."""
+        return self.seconds < (1 - gap) * seconds and self.nbytes() <= limit
+
+
+UNKNOWN = Screened(float("inf"), 0.0, lambda: 0)
+"""Of a mesh that was not looked at: it may beat any plan, and its bound is that of its own plan."""
 
 
 @dataclass
@@ -65,20 +85,18 @@ class MakePlan:
         if self.name is not None:
             space, problem, solution = self._template(graph, template(self.name), self.options.marked(graph))
             return written_plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
-        if self.known.whole is None:
-            self.known.whole = self._whole(graph)
-        space, problem = self.known.whole
-        if self.known.yardsticks is None:
+        if self.known.yardsticks is None:  # first, so that there is a plan soon
             templates = self._applicable(graph) if self.options.yardsticks else []
             self.known.yardsticks = self._priced(graph, templates, self.options.marked(graph), progress)
-            self.known.yardsticks |= self._spatial_only(space, progress) if self.options.spatial_only else {}
+            if self.options.spatial_only:
+                self.known.yardsticks |= self._spatial_only(self._known_whole(graph)[0], progress)
+        space, problem = self._known_whole(graph)
         yardsticks = {name: found for name, found in self.known.yardsticks.items() if self._fits(found)}
         space, problem, solution = self._solved(
             space, problem, self._hint(problem, yardsticks), progress, self.known.sets
         )
-        if self.options.yardsticks and problem.again != self.options.marked(graph):
-            others = [chosen for chosen in self._applicable(graph) if chosen.name not in yardsticks]
-            yardsticks |= self._priced(graph, others, problem.again, progress)
+        if self.options.yardsticks:
+            yardsticks |= self._priced_again(graph, yardsticks, problem.again, progress)
         prices = {name: found[2].seconds for name, found in yardsticks.items()}
         best = min(yardsticks.values(), key=lambda found: found[2].seconds, default=None)
         if best is not None and best[2].seconds < solution.seconds:
@@ -90,10 +108,28 @@ class MakePlan:
             prices[SPATIAL_ONLY] = min(prices[SPATIAL_ONLY], solution.seconds)
         return written_plan(graph, space, problem, solution, None, prices, self.options)
 
+    def screened(self, graph: Annotated) -> Screened:
+        """What to expect of this mesh, before templates are priced, memory is looked at and anything is solved."""
+        _, problem = self._known_whole(graph)
+        bound = FindBound(sweeps=SHORT_SWEEPS, gap=self.options.gap / 4).apply(problem)
+        choice = bound.nearest
+        return Screened(bound.lower, evaluate(problem, choice), lambda: memory_bytes(problem, choice))
+
+    def priced(self, graph: Annotated, again: frozenset[str], progress: Progress) -> dict[str, float]:
+        """Seconds of the templates that fit. `again`: ops that backward runs again where one would not fit else."""
+        found = self._priced(graph, self._applicable(graph), self.options.marked(graph), progress)
+        found |= self._priced_again(graph, found, again, progress)
+        return {name: solution.seconds for name, (_, _, solution) in found.items()}
+
     def least(self, graph: Annotated) -> int:
         """Bytes per rank that some assignment needs, of those that need little."""
         _, problem = self._whole(graph)
         return memory_bytes(problem, find_leanest(problem))
+
+    def _known_whole(self, graph: Annotated) -> tuple[Space, Problem]:
+        if self.known.whole is None:
+            self.known.whole = self._whole(graph)
+        return self.known.whole
 
     def _whole(self, graph: Annotated) -> tuple[Space, Problem]:
         """The space without a template's restrictions, and its prices."""
@@ -146,6 +182,13 @@ class MakePlan:
                 continue
             progress(f"template {chosen.name}: {found[chosen.name][2].seconds * 1e3:.3f} ms")
         return found
+
+    def _priced_again(
+        self, graph: Annotated, found: dict[str, Found], again: frozenset[str], progress: Progress
+    ) -> dict[str, Found]:
+        """Of the templates that did not fit those that do where so much more is run again."""
+        others = [chosen for chosen in self._applicable(graph) if chosen.name not in found]
+        return self._priced(graph, others, again, progress) if again != self.options.marked(graph) else {}
 
     def _spatial_only(self, space: Space, progress: Progress) -> dict[str, Found]:
         """The best plan found in the part of the space without temporal maps, if one fits."""

@@ -21,9 +21,10 @@ class SolverOptions:
 
     `workers`: threads. `patience_s`: stop when no better plan came for so long. `optimizer`: "adamw", "momentum" or
     "sgd", whose state counts against the memory limit. `yardsticks`: price the templates first, which gives first plans
-    and what the report compares with; without them a small problem is solved sooner. `spatial_only`: also find the best
-    plan without temporal maps, for the report. `honour_checkpoints`: what is in a `torch.utils.checkpoint` is run again
-    in backward; False leaves that to the solver, which does so where memory is short.
+    and what the report compares with; without them a small problem is solved sooner. `spatial_only`: for the report
+    also find the best plan without temporal maps, and price each template on every split of the ranks over two axes.
+    `honour_checkpoints`: what is in a `torch.utils.checkpoint` is run again in backward; False leaves that to the
+    solver, which does so where memory is short.
     """
 
     seed: int = 0

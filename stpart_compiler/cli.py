@@ -67,7 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     command = _model_command(commands, "plan", "choose a plan, print it and what it costs", _plan)
     command.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the plan as JSON")
     command.add_argument("--verbose", action="store_true", help="list ops that cost nothing too")
-    command.add_argument("--yardsticks", action="store_true", help="price the best plan without temporal maps too")
+    command.add_argument(
+        "--yardsticks",
+        action="store_true",
+        help="price the best plan without temporal maps too, and templates on all splits over two axes",
+    )
 
     command = commands.add_parser("diff", help="what differs between two plans of one step")
     for name in ("a", "b"):

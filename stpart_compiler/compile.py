@@ -25,7 +25,7 @@ from stpart_compiler.passes.defer import DeferReductions
 from stpart_compiler.passes.fit_plan import FitPlan
 from stpart_compiler.passes.formula import OpFormulas
 from stpart_compiler.passes.fuse import FuseRegions, FuseScores
-from stpart_compiler.passes.make_plan import MakePlan
+from stpart_compiler.passes.make_plan import UNKNOWN, MakePlan, Screened
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated, Propagate
 from stpart_compiler.passes.refine import RefinePlan
@@ -33,6 +33,7 @@ from stpart_compiler.passes.regions import REGIONS
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import Costs
+from stpart_compiler.passes.splits import PriceSplits
 from stpart_compiler.passes.templates import template as named_template
 from stpart_compiler.pauses import same_random, without_gc
 from stpart_compiler.plan_cache import plan_cache
@@ -84,8 +85,9 @@ def compile_model(
     Args:
         model: may be on the meta device for planning. Not changed.
         example_args, example_kwargs: global inputs (real or meta tensors); they fix shapes and dtypes.
-        mesh: `4`, `(2, 2)`, `{"r": 2, "c": 2}` or a torch DeviceMesh. A plain number of ranks that spans several
-            levels of the cluster is also tried as two axes, the inner one within a level, and the cheapest plan taken.
+        mesh: `4`, `(2, 2)`, `{"r": 2, "c": 2}` or a torch DeviceMesh. A plain number of ranks leaves the axes to the
+            solver: two axes are tried as well, inside of a host, or the inner one within a level of the cluster.
+            `{"d": 4}` and `(4,)` are one axis.
         memory_limit: bytes or a text such as "16GiB", per rank; None: the cluster device's memory.
         cluster: preset name, path of a TOML, or Cluster; None: a generic preset of the device type.
         template: None solves; else one of `templates()`, the named plan.
@@ -151,11 +153,16 @@ def compile_model(
             say(f"plan taken from the cache: {cache.path}")
             return checked(known)
         sequences = graphs.plain.sequences
-        found, programs = _on_best_mesh([search_on(grid, sequences.stripes) for grid in grids])
+        found, programs = _on_best_mesh([search_on(grid, sequences.stripes) for grid in grids], options.gap)
         if sequences.windows or (sequences.single and not _keys_go_round(found)):
             say("solving with sequences in pieces, which may be cheaper to move")
-            others = _on_best_mesh([search_on(grid, 1) for grid in grids])
-            found, programs = _cheapest([(found, programs), others])
+            grid = found.mesh if found.mesh in grids else grids[0]  # a refined plan has another mesh
+            found, programs = _cheapest([(found, programs), search_on(grid, 1).run()])
+        if options.spatial_only and options.yardsticks and template is None:
+            used = written.of(found.stripes)
+            kinds = [used.plain, *([used.of(found.regions)] if found.regions else [])]
+            priced = PriceSplits(prices, options, limit, limits.whole_parameters)
+            found.yardsticks = priced.apply(kinds, found, say)
         cache.store(found)
         return found, programs
 
@@ -319,6 +326,20 @@ class Search:
         except InfeasibleError as error:
             raise InfeasibleError(f"{error}{self._clashing()}", error.least) from None
 
+    def screened(self) -> Screened:
+        """What to expect of this mesh, from a short search. What it made is used again when the mesh is solved.
+
+        A template is solved so soon that there is nothing to be known before.
+        """
+        if self.template is not None:
+            return UNKNOWN
+        self.say(f"looking at mesh {self.costs.mesh}")
+        return self._maker(None).screened(self.graphs.plain)
+
+    def _maker(self, regions: str | None) -> MakePlan:
+        new = MakePlan(self.costs, self.options, self.limit, self.template, self.restrictions.whole_parameters)
+        return self.makers.setdefault(regions, new)
+
     def _clashing(self) -> str:
         """Which demand beside the limit could be dropped: the template, or whole parameters."""
         freed = {
@@ -413,8 +434,7 @@ class Search:
 
     def _attempt(self, regions: str | None, room: int) -> tuple[Plan, Programs, int]:
         """A plan within `room` bytes by the solver's estimate, and how far its programs are over the limit."""
-        new = MakePlan(self.costs, self.options, room, self.template, self.restrictions.whole_parameters)
-        maker = self.makers.setdefault(regions, new)
+        maker = self._maker(regions)
         plan = dataclasses.replace(maker, memory_limit=room).apply(self.graphs.of(regions), self.say)
         plan.regions = regions
         plan.solver["memory_limit"] = room
@@ -434,27 +454,44 @@ class Search:
         return BuildPrograms(costs.link, self.device).apply(self.graphs.of(plan.regions), plan, self.say)
 
 
-def _on_best_mesh(searches: list[Search]) -> tuple[Plan, Programs]:
-    """The cheapest plan over the meshes that are tried; the plan says what each would cost.
+def _on_best_mesh(searches: list[Search], gap: float) -> tuple[Plan, Programs]:
+    """The plan on the mesh that promises most; on others too, where a plan is known there that fits and is faster by
+    more than the wanted gap. The plan says what each mesh would cost.
 
     Raises:
         InfeasibleError: on no mesh a plan fits.
     """
-    found: list[tuple[Plan, Programs]] = []
+    if len(searches) == 1:
+        return searches[0].run()
+    looked = [search.screened() for search in searches]
+    found: dict[int, tuple[Plan, Programs]] = {}
     short: list[InfeasibleError] = []
-    for search in searches:
-        if len(searches) > 1:
-            search.say(f"mesh {search.costs.mesh}")
+    for i in _promising(looked, gap):
+        if found and not looked[i].beats(min(plan.seconds for plan, _ in found.values()), gap, searches[i].limit):
+            continue
+        searches[i].say(f"mesh {searches[i].costs.mesh}")
         try:
-            found.append(search.run())
+            found[i] = searches[i].run()
         except InfeasibleError as error:
             short.append(error)
     if not found:
         raise min(short, key=lambda error: error.least)
-    plan, programs = _cheapest(found)
-    if len(searches) > 1:
-        plan.solver["meshes"] = {str(other.mesh): other.seconds for other, _ in found}
+    plan, programs = _cheapest(list(found.values()))
+    plan.bound_seconds = min(plan.bound_seconds, *(each.lower for each in looked))
+    plan.solver["meshes"] = {
+        str(search.costs.mesh): found[i][0].seconds if i in found else looked[i].seconds
+        for i, search in enumerate(searches)
+    }
     return plan, programs
+
+
+def _promising(looked: list[Screened], gap: float) -> list[int]:
+    """Meshes in the order in which they are tried: fastest first, but the first one before all if none can be faster by
+    more than the gap."""
+    order = sorted(range(len(looked)), key=lambda i: looked[i].seconds)
+    if (1 - gap) * looked[0].seconds <= min(each.lower for each in looked):
+        order.sort(key=bool)
+    return order
 
 
 def _cheapest(found: list[tuple[Plan, Programs]]) -> tuple[Plan, Programs]:

@@ -1,4 +1,7 @@
-"""Meshes as the solver sees them: the same ranks, axes that follow the levels of the cluster, wide axes joined."""
+"""Meshes as the solver sees them: the same ranks, axes that follow the levels of the cluster, wide axes joined.
+
+A plain number of ranks leaves the axes to the solver; any other mesh is kept as it was asked for, but for joined axes.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,18 @@ def over_hierarchy(ranks: int, cluster: Cluster) -> list[Mesh]:
     return [parse_mesh((ranks // size, size)) for size in inner if size > 1]
 
 
+def within_host(ranks: int, cluster: Cluster) -> list[Mesh]:
+    """Meshes of two axes over ranks that the innermost level joins, the inner axis not the shorter one.
+
+    All links are equal there, so that the axes the other way round would give the same plans but for which of two cuts
+    is the major one. None where ranks are in several hosts.
+    """
+    level = cluster.levels[0][0]
+    if level is not None and ranks > level:
+        return []
+    return [parse_mesh((size, ranks // size)) for size in range(2, math.isqrt(ranks) + 1) if ranks % size == 0]
+
+
 def _planned(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
     """The mesh as the solver sees it: the same ranks, two wide axes at most.
 
@@ -41,10 +56,12 @@ def _planned(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
 
 
 def grids_to_try(spec: Any, mesh: Mesh, cluster: Cluster, name: str | None, plan: Plan | None) -> list[Mesh]:
-    """The meshes that are tried: of a plain number of ranks also those whose axes follow the cluster's levels."""
+    """The meshes that are tried, the one asked for first. Of a plain number of ranks also those whose axes follow the
+    cluster's levels, and, but for a template, two axes inside of a host."""
     grids = [_planned(mesh, name, plan)]
     if isinstance(spec, int) and plan is None:
         grids += [_planned(other, name, None) for other in over_hierarchy(spec, cluster)]
+        grids += within_host(spec, cluster) if name is None else []
     if name is not None:
         grids = [grid for grid in grids if named_template(name).applies(grid) is None] or grids[:1]
     distinct: dict[tuple[int, ...], Mesh] = {}

@@ -107,9 +107,11 @@ def test_plan_prints_the_table_and_writes_json(model: str, tmp_path: Path, capsy
     assert "] capture" in printed.err, "plain progress lines when the stream is no terminal"
 
 
-def test_yardsticks_show_the_best_plan_without_temporal_maps(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yardsticks_without_temporal_maps_and_on_other_meshes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", model, "--mesh", "2x2", "--yardsticks"]) == 0
-    assert re.search(r"\n  best spatial-only: \d+\.\d+ ms, \d\.\d\dx this plan\n", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert re.search(r"\n  best spatial-only: \d+\.\d+ ms, \d\.\d\dx this plan\n", printed)
+    assert len(re.findall(r"\n  (?:data|megatron)(?: \(4\))?: ", printed)) == 2, "each on the better mesh"
     message = error_of(["plan", model, "--mesh", "2x2", "--yardsticks", "--template", "data"], capsys)
     assert message == "--yardsticks: only where the plan is solved for; leave --template out"
 

@@ -1,4 +1,4 @@
-"""A plain number of ranks on a cluster of hosts: axes that follow the hosts, and the cheapest plan."""
+"""A plain number of ranks: axes that follow hosts, two axes inside of one, a look at each, and the cheapest plan."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import stpart_compiler as st
+from stpart_compiler.compile import _promising
 from stpart_compiler.cost_models.cluster import Device, Link
-from stpart_compiler.grids import over_hierarchy
+from stpart_compiler.grids import over_hierarchy, within_host
+from stpart_compiler.passes.make_plan import Screened
 
 FAST, SLOW = Link(1e-6, 1e10), Link(1e-4, 1e8)
 DEVICE = Device("slow", "cpu", (("float64", 1e9), ("float32", 1e9)), 2**34, 1e10)
@@ -34,6 +36,28 @@ def test_axes_follow_the_levels(ranks: int, levels: tuple[int | None, ...], size
     assert [mesh.sizes for mesh in over_hierarchy(ranks, cluster)] == sizes
 
 
+@pytest.mark.parametrize(
+    ("ranks", "level", "sizes"),
+    [(4, None, [(2, 2)]), (12, 16, [(2, 6), (3, 4)]), (8, 8, [(2, 4)]), (8, 4, []), (7, None, []), (2, None, [])],
+)
+def test_axes_inside_of_a_host(ranks: int, level: int | None, sizes: list[tuple[int, int]]) -> None:
+    levels = ((level, FAST), (None, SLOW)) if level else ((None, FAST),)
+    assert [mesh.sizes for mesh in within_host(ranks, st.Cluster("levels", DEVICE, levels))] == sizes
+
+
+@pytest.mark.parametrize(
+    ("looked", "order"),
+    [
+        ([(9.0, 10.0), (9.9, 9.95), (9.85, 9.9)], [2, 1, 0]),
+        ([(9.9, 10.0), (9.85, 9.9), (9.82, 9.83)], [0, 2, 1]),
+        ([(1.0, 1.0), (2.0, 2.0)], [0, 1]),
+    ],
+    ids=["a mesh may be faster", "within 2 %", "the first is fastest"],
+)
+def test_the_mesh_that_promises_most_is_tried_first(looked: list[tuple[float, float]], order: list[int]) -> None:
+    assert _promising([Screened(lower, seconds, lambda: 0) for lower, seconds in looked], 0.02) == order
+
+
 def compiled(mesh: Any, **options: Any) -> st.CompiledModel:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)).double()
@@ -51,11 +75,30 @@ def test_the_cheapest_mesh_is_taken() -> None:
     assert plan.solver["meshes"] == pytest.approx({name: other.seconds for name, other in plans.items()})
     assert plan.seconds == pytest.approx(min(other.seconds for other in plans.values()))
     assert plan.digest == plans[str(plan.mesh)].digest and plan.mesh.axes == ("r", "c")
-    assert f"cheapest of the meshes tried: d=4 {plans['d=4'].seconds * 1e3:.3f} ms, r=2 x c=2 " in plan.summary()
+    assert f"meshes tried: d=4 {plans['d=4'].seconds * 1e3:.3f} ms, r=2 x c=2 " in plan.summary()
     one, two = chosen.run_in_process(X), compiled({"d": 4}, template="data").run_in_process(X)
     assert torch.allclose(one.loss, two.loss, rtol=1e-12)
     again = compiled(4, plan=st.Plan.from_json(plan.to_json())).plan
     assert again.digest == plan.digest, "a given plan has its mesh"
+
+
+def test_ranks_of_one_host_get_two_axes_where_that_is_faster() -> None:
+    said: list[str] = []
+    host = st.Cluster("a host of four", DEVICE, ((None, SLOW),))
+    plan = compiled(4, cluster=host, progress=said.append).plan
+    kept = [compiled(mesh, cluster=host).plan for mesh in ({"d": 4}, (4,))]
+    assert all(other.mesh.sizes == (4,) and "meshes" not in other.solver for other in kept), "as asked for"
+    assert plan.mesh.sizes == (2, 2) and plan.seconds < (1 - QUICK.gap) * kept[0].seconds
+    assert plan.solver["meshes"]["d=4"] == pytest.approx(kept[0].seconds)
+    assert [text for text in said if text.startswith("mesh ")] == ["mesh r=2 x c=2"], "no other one is solved"
+
+
+def test_where_no_mesh_can_be_faster_one_axis_is_kept() -> None:
+    """Each rank has a row of the batch and too much to compute for any exchange to matter."""
+    free = st.Cluster("links that cost nothing", DEVICE, ((None, Link(1e-12, 1e18)),))
+    plan = compiled(4, cluster=free).plan
+    assert plan.mesh.axes == ("d",) and plan.solver["meshes"].keys() == {"d=4", "r=2 x c=2"}
+    assert plan.bound_seconds <= min(plan.solver["meshes"].values()), "the bound is that of all meshes"
 
 
 def test_meshes_that_a_template_or_the_limit_rules_out() -> None:

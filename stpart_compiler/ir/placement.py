@@ -11,8 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from stpart_compiler.ir.layout import Atom, Digit, Layout, Range
 from stpart_compiler.ir.mesh import Mesh
@@ -86,7 +89,7 @@ class Tables:
         self.paths: dict[Any, Any] = {}  # kept for `redistribute`: pattern -> candidate paths
         self.legs: dict[Any, Any] = {}  # kept for `redistribute`: pattern of two stops -> the step between them
         self._evenly: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-        self._apart: dict[tuple[int, int], int] = {}
+        self._apart: dict[int, list[int]] = {}
 
     def number(self, digit: Digit) -> int:
         """Number of a form; forms of equal values on every rank share it.
@@ -253,12 +256,16 @@ class Tables:
 
     def pieces(self, sizes: tuple[int, ...], source: Cuts, target: Cuts) -> dict[Box, tuple[Piece, ...]]:
         """Target block -> the pieces it is made of, in order; empty blocks have none."""
+        boxes = self.boxes(sizes, target)
+        return {box: self.pieces_of(box, sizes, source, target) for box in dict.fromkeys(boxes)}
+
+    def pieces_of(self, box: Box, sizes: tuple[int, ...], source: Cuts, target: Cuts) -> tuple[Piece, ...]:
+        """The pieces of one target block."""
+        if not sizes:
+            return (Piece((), ()),)
         tables = [self.overlaps(PairAtom(*parts)) for parts in zip(sizes, source, target, strict=True)]
-        out: dict[Box, tuple[Piece, ...]] = {}
-        for box in dict.fromkeys(self.boxes(sizes, target)):
-            found = itertools.product(*(table[span] for table, span in zip(tables, box, strict=True)))
-            out[box] = tuple(Piece(tuple(o[0] for o in parts), tuple(o[1] for o in parts)) for parts in found)
-        return out
+        found = itertools.product(*(table[span] for table, span in zip(tables, box, strict=True)))
+        return tuple([Piece(*zip(*parts, strict=True)) for parts in found])
 
     def values(self, digits: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Per rank, the values of the digits."""
@@ -288,12 +295,21 @@ class Tables:
 
     def apart(self, one: int, two: int) -> int:
         """Axes in which two ranks differ, as bits, the first axis highest: a larger number is a longer way."""
-        found = self._apart.get((one, two))
+        return self.apart_from(one)[two]
+
+    def apart_from(self, rank: int) -> list[int]:
+        """Per rank `apart` from this one."""
+        found = self._apart.get(rank)
         if found is None:
-            found = 0
-            for x, y in zip(self._coords[one], self._coords[two], strict=True):
-                found = 2 * found + (x != y)
-            self._apart[one, two] = found
+            found = self._apart[rank] = self.all_apart[rank].tolist()
+        return found
+
+    @cached_property
+    def all_apart(self) -> npt.NDArray[np.int64]:
+        """[rank, rank] -> `apart`."""
+        found = np.zeros((len(self.ranks), len(self.ranks)), dtype=np.int64)
+        for column in np.array(self._coords, dtype=np.int64).T:
+            found = 2 * found + np.not_equal.outer(column, column)
         return found
 
     def axes(self, apart: int) -> tuple[str, ...]:

@@ -195,7 +195,7 @@ class Plan:
         meshes: dict[str, float] = self.solver.get("meshes", {})
         if len(meshes) > 1:
             tried = (f"{mesh} {seconds * 1e3:.3f} ms" for mesh, seconds in meshes.items())
-            lines.append(f"  cheapest of the meshes tried: {', '.join(tried)}")
+            lines.append(f"  meshes tried: {', '.join(tried)}")
         if self.recompute:
             again = [row for row in self.rows if row.again]
             seconds = sum(row.count * row.seconds for row in again)

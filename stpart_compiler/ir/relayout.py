@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from stpart_compiler.ir.placement import Box, Piece, Placed, Tables, extent, inside, is_windowed, volume
 from stpart_compiler.ir.rule import SUM
 
 Groups = tuple[tuple[int, ...], ...]
 Sizes = tuple[int, ...]
+Index = npt.NDArray[np.int64]
 
 
 class Reach(NamedTuple):
@@ -217,6 +221,8 @@ def _all_to_all(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg | None
     here, there = table.boxes(sizes, a.cuts), table.boxes(sizes, b.cuts)
     if volume(here[0]) != volume(there[0]):
         return None
+    if not _may_swap(here[0], table.pieces_of(there[0], sizes, a.cuts, b.cuts)):
+        return None
     pieces = table.pieces(sizes, a.cuts, b.cuts)
     classes = table.classes(a.partial)
     found: dict[tuple[int, tuple[Box, ...]], _Table] = {}
@@ -239,9 +245,18 @@ def _all_to_all(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Leg | None
     if len({len(group) for group in groups}) != 1 or any(not _ascending(group, there) for group in groups):
         return None
     leg = _collective(table, "all_to_all", groups, lambda rank, n: (n - 1) * volume(here[rank]) / n)
-    part = volume(here[0]) / len(groups[0])
-    pairs = ((one, two, part) for group in groups for one, two in itertools.permutations(group, 2))
-    return leg._replace(traffic=replace(leg.traffic, reaches=_reaches(table, pairs)))
+    members, n = np.array(groups), len(groups[0])
+    senders, receivers = np.repeat(members, n, axis=1).ravel(), np.tile(members, n).ravel()
+    away = senders != receivers
+    part = np.full(int(away.sum()), volume(here[0]) // n)
+    return leg._replace(traffic=replace(leg.traffic, reaches=_reaches(table, senders[away], receivers[away], part)))
+
+
+def _may_swap(here: Box, pieces: tuple[Piece, ...]) -> bool:
+    """Whether a rank with a block has one of the pieces of another, all alike and of as many blocks as there are."""
+    blocks, parts = [piece.block for piece in pieces], {extent(piece.part) for piece in pieces}
+    even = len(blocks) > 1 and len(parts) == 1 and len(blocks) * volume(pieces[0].part) == volume(blocks[0])
+    return even and here in blocks
 
 
 def _ascending(group: tuple[int, ...], boxes: tuple[Box, ...]) -> bool:
@@ -284,67 +299,104 @@ def _perfect_matching(left: _Table) -> dict[Box, object] | None:
 
 
 def _pieces_leg(table: Tables, sizes: Sizes, a: Placed, b: Placed, kind: str) -> Leg:
-    gives = find_flow(table, sizes, a, b).gives
-    messages = [(rank, peer, volume(part)) for rank, given in enumerate(gives) for peer, part in given]
-    sent, received = ([0] * len(table.ranks) for _ in range(2))
-    apart = 0
-    for rank, peer, size in messages:
-        sent[rank] += size
-        received[peer] += size
-        apart |= table.apart(rank, peer)
-    reaches = _reaches(table, messages)
+    wanted = _wanted(table, sizes, a, b)
+    senders = np.array([one for row in _senders(table, wanted) for one in row], dtype=np.int64)
+    receivers = np.repeat(np.arange(len(wanted)), [len(row.holders) for row in wanted])
+    elements = np.array([one for row in wanted for one in row.elements], dtype=np.int64)
+    away = senders != receivers
+    senders, receivers, elements = senders[away], receivers[away], elements[away]
+    reaches = _reaches(table, senders, receivers, elements)
     most = reaches[-1].messages if reaches else 0
-    return Leg(kind, (), Traffic(kind, 2, max(sent), max(received), table.axes(apart), most, reaches))
+    sent, received = (_largest_sum(ends, elements, len(wanted)) for ends in (senders, receivers))
+    axes = table.axes(int(np.bitwise_or.reduce(table.all_apart[senders, receivers])))
+    return Leg(kind, (), Traffic(kind, 2, sent, received, axes, most, reaches))
 
 
-def _reaches(table: Tables, messages: Iterable[tuple[int, int, float]]) -> tuple[Reach, ...]:
-    """Of messages (sender, receiver, elements)."""
-    by_reach: dict[int, list[tuple[int, int, float]]] = {}
-    for message in messages:
-        by_reach.setdefault(table.apart(*message[:2]).bit_length(), []).append(message)
-    ends = [[0.0] * len(table.ranks) for _ in range(2)]
-    counts = [[0] * len(table.ranks) for _ in range(2)]
+def _largest_sum(ends: Index, elements: Index, ranks: int) -> float:
+    return float(np.bincount(ends, weights=elements, minlength=ranks).max())
+
+
+def _reaches(table: Tables, senders: Index, receivers: Index, elements: Index) -> tuple[Reach, ...]:
+    """Of messages, one an index."""
+    apart = table.all_apart[senders, receivers]
+    lengths = np.array([bits.bit_length() for bits in range(2 ** len(table.mesh.sizes))])[apart]
+    ranks = len(table.ranks)
+    ends, counts = np.zeros((2, ranks)), np.zeros((2, ranks), dtype=np.int64)
     found = []
-    for reach in sorted(by_reach, reverse=True):
-        apart = 0
-        for one, two, size in by_reach[reach]:
-            apart |= table.apart(one, two)
-            for side, rank in enumerate((one, two)):
-                ends[side][rank] += size
-                counts[side][rank] += 1
+    for reach in sorted(set(lengths.tolist()), reverse=True):
+        at = lengths == reach
+        for side, who in enumerate((senders[at], receivers[at])):
+            ends[side] += np.bincount(who, weights=elements[at], minlength=ranks)
+            counts[side] += np.bincount(who, minlength=ranks)
         unit = math.prod(table.mesh.sizes[len(table.mesh.sizes) - reach + 1 :])
-        mean = max(sum(side[at : at + unit]) for side in ends for at in range(0, len(table.ranks), unit)) / unit
-        found.append(Reach(table.axes(apart), max(map(max, ends)), mean, max(map(max, counts))))
+        mean = float(ends.reshape(2, -1, unit).sum(axis=-1).max()) / unit
+        crossed = table.axes(int(np.bitwise_or.reduce(apart[at])))
+        found.append(Reach(crossed, float(ends.max()), mean, int(counts.max())))
     return tuple(found)
 
 
-def find_flow(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Flow:
-    """Pieces of every rank's target block: its own from itself, others from the nearest replica, and among replicas
-    equally near from the one that has given least so far.
+class _Wanted(NamedTuple):
+    """What a rank's block is made of: `pieces` of each of its `summands`. `elements`, `holders`: of all pieces of all
+    summands, one summand after another, how much each is and the ranks that hold it, ascending.
     """
+
+    summands: list[int]
+    pieces: tuple[Piece, ...]
+    elements: list[int]
+    holders: list[list[int]]
+
+
+def _wanted(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> list[_Wanted]:
+    """Per rank. Ranks that want the same have the same one."""
     here, there = table.boxes(sizes, a.cuts), table.boxes(sizes, b.cuts)
     before, after = table.classes(a.partial), table.classes(b.partial)
-    holders: dict[tuple[int, Box], list[int]] = {}
+    holders: dict[int, dict[Box, list[int]]] = {}
     summands: dict[int, dict[int, None]] = {}
     for rank in table.ranks:
-        holders.setdefault((before[rank], here[rank]), []).append(rank)
+        holders.setdefault(before[rank], {}).setdefault(here[rank], []).append(rank)
         summands.setdefault(after[rank], {})[before[rank]] = None
     pieces = table.pieces(sizes, a.cuts, b.cuts)
-    load = [0] * len(table.ranks)
+    elements = {box: [volume(piece.part) for piece in found] for box, found in pieces.items()}
+    known: dict[tuple[int, Box], _Wanted] = {}
+    for which, box in zip(after, there, strict=True):
+        if (which, box) not in known:
+            added, parts = list(summands[which]), pieces[box]
+            blocks = [piece.block for piece in parts]
+            held = [own[block] for own in map(holders.__getitem__, added) for block in blocks]
+            known[which, box] = _Wanted(added, parts, elements[box] * len(added), held)
+    return [known[key] for key in zip(after, there, strict=True)]
+
+
+def _senders(table: Tables, wanted: list[_Wanted]) -> list[list[int]]:
+    """Per rank and piece who gives it: the rank itself, else the nearest holder, and among holders equally near the one
+    that has given least so far.
+    """
+    load = [0] * len(wanted)
+    return [_senders_to(rank, row, table.apart_from(rank), load) for rank, row in enumerate(wanted)]
+
+
+def _senders_to(rank: int, wanted: _Wanted, apart: list[int], load: list[int]) -> list[int]:
+    found = []
+    for elements, holders in zip(wanted.elements, wanted.holders, strict=True):
+        best = holders[0]
+        if len(holders) > 1:
+            least = min(map(apart.__getitem__, holders))  # 0 for the rank itself
+            best = min([other for other in holders if apart[other] == least], key=load.__getitem__)
+        if best != rank:
+            load[best] += elements
+        found.append(best)
+    return found
+
+
+def find_flow(table: Tables, sizes: Sizes, a: Placed, b: Placed) -> Flow:
+    """Pieces of every rank's target block, from whom `_senders` says."""
+    wanted = _wanted(table, sizes, a, b)
     flow = Flow([], [[] for _ in table.ranks])
-
-    def choose(rank: int, summand: int, piece: Piece) -> Source:
-        ranks = holders[summand, piece.block]
-        if rank in ranks:
-            return Source(rank, piece)
-        best = ranks[0]
-        if len(ranks) > 1:
-            best = min(ranks, key=lambda other: (table.apart(other, rank), load[other], other))
-        load[best] += volume(piece.part)
-        flow.gives[best].append((rank, piece.part))
-        return Source(best, piece)
-
-    for rank in table.ranks:
-        wanted = pieces[there[rank]]
-        flow.takes.append([[choose(rank, summand, piece) for piece in wanted] for summand in summands[after[rank]]])
+    for rank, (row, senders) in enumerate(zip(wanted, _senders(table, wanted), strict=True)):
+        left = iter(senders)
+        takes = [[Source(next(left), piece) for piece in row.pieces] for _ in row.summands]
+        flow.takes.append(takes)
+        for source in itertools.chain(*takes):
+            if source.rank != rank:
+                flow.gives[source.rank].append((rank, source.piece.part))
     return flow

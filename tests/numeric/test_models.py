@@ -28,7 +28,7 @@ from stpart_compiler.compile import annotate
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.strategies import is_contraction
 
-MESHES = [2, 3, 4, 8, (2, 2), (2, 4)]
+MESHES = [2, 3, (4,), (8,), (2, 2), (2, 4)]  # of a plain 4 or 8 the solver would choose the axes
 COMPARED_ON = [2, 3, (2, 2)]  # with the templates, which are priced beside the plan
 SQUARE = [4, (2, 2)]  # an axis of 4 can be taken as 2 x 2
 SPATIAL = ("data", "zero3", "megatron", "megatron_sp", "ulysses_zero3")

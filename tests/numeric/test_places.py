@@ -133,11 +133,11 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize(
     ("model", "shape", "mesh", "halos"),
-    [(Residual(), (1, 3, 34, 30), (2, 2), "34@r+halo, 30@c+halo"), (ConformerBlock(), (1, 26, 16), 4, "26@d+halo")],
+    [(Residual(), (1, 3, 34, 30), (2, 2), "34@r+halo, 30@c+halo"), (ConformerBlock(), (1, 26, 16), (4,), "26@d+halo")],
     ids=["residual", "conformer"],
 )
 def test_a_batch_of_one_is_cut_by_places(
-    model: nn.Module, shape: tuple[int, ...], mesh: int | tuple[int, int], halos: str
+    model: nn.Module, shape: tuple[int, ...], mesh: tuple[int, ...], halos: str
 ) -> None:
     """The solver does so where ranks would be idle or whole images would travel."""
     torch.manual_seed(0)

@@ -19,10 +19,10 @@ from zoo import KERNEL_FLOAT32, ZOO, Step, make
 
 import stpart_compiler as st
 
-MESHES = (2, 3, 4, 8, (2, 2))
+MESHES = (2, 3, (4,), (8,), (2, 2))  # of a plain 4 or 8 the solver would choose the axes
 THREADS = 3
 IN_THREADS = ("opt", "t5", "mixtral", "conformer")
-ONLY_ON = {"primepar": (4, (2, 2)), "summa": (4, (2, 3))}  # meshes of templates that do not apply to others
+ONLY_ON = {"primepar": ((4,), (2, 2)), "summa": ((4,), (2, 3))}  # meshes of templates that do not apply to others
 
 
 class Case:

@@ -71,7 +71,7 @@ def test_alternatives_cost_what_the_changed_assignment_costs(solved: tuple[Probl
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     x = torch.randn(8, 12)
-    found = st.compile_model(Net(), (x,), mesh=4, cluster=CLUSTER, solver=SOLVER).plan
+    found = st.compile_model(Net(), (x,), mesh=(4,), cluster=CLUSTER, solver=SOLVER).plan
     return Plan.from_json(found.to_json())
 
 

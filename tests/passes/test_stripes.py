@@ -88,7 +88,7 @@ def cuts(row: PlanRow) -> list[str]:
     return [cut.split("=")[0] for cut in row.strategy.split(", ")]
 
 
-@pytest.mark.parametrize(("mesh", "batch"), [(3, 2), (4, 1), (8, 2), ((2, 2), 2)], ids=str)
+@pytest.mark.parametrize(("mesh", "batch"), [(3, 2), ((4,), 1), ((8,), 2), ((2, 2), 2)], ids=str)
 @pytest.mark.parametrize("template", ["cp_zero3", None])
 def test_what_touches_the_sequence_stays_exact(mesh: Any, batch: int, template: str | None) -> None:
     x = tokens(batch, 24)
@@ -137,7 +137,7 @@ PRODUCTS = st.Cluster("products only", Device("d", "cpu", (("float32", 1e9),), 2
 def planned(length: int, ranks: int, template: str | None = "cp_zero3") -> st.CompiledModel:
     with torch.device("meta"):
         model, x = Heads(), torch.zeros(2, length, dtype=torch.long)
-    return st.compile_model(model, (x,), mesh=ranks, cluster=PRODUCTS, template=template)
+    return st.compile_model(model, (x,), mesh=(ranks,), cluster=PRODUCTS, template=template)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
