@@ -53,6 +53,10 @@ class Ahead:
         self._fetch = [min(times[ops[t].klass]) for t in self._heavy]
         self._before = [0, *accumulate(self._work)]
 
+    def seconds(self) -> dict[str, float]:
+        """Per heavy op its work, shared by all ranks."""
+        return {self._ops[t].name: work / 1e12 for t, work in zip(self._heavy, self._work, strict=True)}
+
     def begins(self) -> list[int]:
         """Per op, the op before which fetches of resting values for it begin: itself where no heavy op is before it."""
         found = list(range(len(self._ops)))

@@ -59,6 +59,19 @@ def test_a_large_weight_does_not_wait_behind_a_small_product(share: float) -> No
     assert sum(waits) <= 0.02 * first.seconds
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(0.1, 0.5), (0.05, 0.9)])
+def test_a_fetch_in_two_transfers_hides_as_one_does(inner: float, outer: float) -> None:
+    """From the other host and then from the other rank: what waits for the first one holds up neither ranks nor links.
+
+    `inner`, `outer`: about what each takes, as part of a product.
+    """
+    model, x = chain()
+    rate = 1e12 / TOKENS
+    hosts = Cluster("unit", DEVICE, ((2, Link(0.0, rate / inner)), (None, Link(0.0, rate / 2 / outer))))
+    compiled = st.compile_model(model, (x,), mesh=(2, 2), cluster=hosts, template="zero3", loss_fn=torch.sum)
+    assert compiled.simulate().seconds <= 1.02 * compiled.plan.seconds
+
+
 def places(graph: Annotated, share: float) -> tuple[list[int], list[int]]:
     """Number of the product at which fetches for each op of forward begin, and those that are products."""
     ops = orders(graph).forward
