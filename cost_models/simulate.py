@@ -5,7 +5,7 @@ A transfer starts once both of its ends, or all members of its collective, have 
 ranks until they wait for it, but for what it takes from the compute beside it (`Hidden`). Collectives are rings: each
 member sends to the next what `communication.traffic` says; in an all-to-all each sends to all others. On accelerators,
 whose collective library keeps one queue per group of ranks, a rank's exchanges of one channel follow one another, and
-so do its collectives in one group. Backward starts on a rank when its forward is done.
+so do its collectives in one group of one channel. Backward starts on a rank when its forward is done.
 
 The same programs on the same cluster always give the same times.
 """
@@ -351,8 +351,7 @@ def _kind(instr: Instr) -> str:
 
 def _queue_of(operation: _Operation) -> tuple[object, ...]:
     instr = operation.instr
-    key = tuple(sorted(instr.group)) if instr.kind == "collective" else instr.channel
-    return (operation.rank.number, instr.kind, key)
+    return (operation.rank.number, instr.channel, *sorted(instr.group))
 
 
 def _waits_for(rank: _Rank) -> str:

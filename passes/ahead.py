@@ -14,7 +14,7 @@ counted once per graph.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -52,6 +52,38 @@ class Ahead:
         self._work = [times[ops[t].klass][0] for t in self._heavy]
         self._fetch = [min(times[ops[t].klass]) for t in self._heavy]
         self._before = [0, *accumulate(self._work)]
+        self._gathering = _gathering(cost)
+
+    def late_fetch(self) -> OpNode | None:
+        """The heavy op that waits longest for its parameters because nothing has come when a phase begins.
+
+        Were all of them fetched from all ranks: of the fetches up to its own, what compute before it does not hide.
+        """
+        return self._latest(self._heavy, self._fetch, self._work)
+
+    def late_result(self, nbytes: Mapping[str, int]) -> OpNode | None:
+        """The heavy op whose result takes longest to come when a phase ends. `nbytes`: of results, by op.
+
+        Were all of them reduced over all ranks: of the reductions from its own on, what compute after it does not hide.
+        """
+        sent = [round(1e12 * nbytes.get(self._ops[t].name, 0) * self._gathering) for t in self._heavy]
+        transfers = [min(pair) for pair in zip(sent, self._work, strict=True)]
+        return self._latest(self._heavy[::-1], transfers[::-1], self._work[::-1])
+
+    def _latest(
+        self, places: Sequence[int], transfers: Sequence[Picoseconds], work: Sequence[Picoseconds]
+    ) -> OpNode | None:
+        """Of ops one after another that whose transfer, and those before it, take longest beside the work before it.
+
+        None where that work hides them all.
+        """
+        late = [sent - done for sent, done in zip(accumulate(transfers), accumulate(work, initial=0), strict=False)]
+        at = late.index(max(late)) if late else 0
+        return self._ops[places[at]] if late and late[at] > 0 else None
+
+    def seconds(self) -> dict[str, float]:
+        """Per heavy op its work, shared by all ranks."""
+        return {self._ops[t].name: work / 1e12 for t, work in zip(self._heavy, self._work, strict=True)}
 
     def begins(self) -> list[int]:
         """Per op, the op before which fetches of resting values for it begin: itself where no heavy op is before it."""

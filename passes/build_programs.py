@@ -116,7 +116,7 @@ def make_interface(
         backward_inputs=_backward_inputs(backward, saved, meaning),
         backward_outputs=tuple(_grad_ports(captured)) if backward is not None else (),
         groups=groups_of(program for pair in pairs for program in pair if program is not None),
-        channels=2,
+        channels=1,
         plan_digest=plan.digest,
         training=captured.training,
         modes=captured.modes,

@@ -2,8 +2,9 @@
 
 Every rank's program is made by walking the same ops in the same order; all that differs are constants (peers, slices,
 shapes). A transfer is started as soon as its input exists and waited for at the first use of its result; of several
-transfers in a row the next one starts when a heavy op has run beside the last. Values that exist when a phase starts
-(parameters, saved activations) are fetched some heavy ops ahead (`passes/ahead.py`), not all at once.
+transfers in a row the next one starts where the last one should have ended (`passes/forecast.py`). Values that exist
+when a phase starts (parameters, saved activations) are fetched some heavy ops ahead (`passes/ahead.py`), not all at
+once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from stpart_compiler.ir.program import Builder, Origin, Pending, RankProgram, Va
 from stpart_compiler.ir.redistribute import redistribute
 from stpart_compiler.ir.spacetime import Cuts, Derived, Strategy, derive
 from stpart_compiler.passes.emit_redistribute import emit_redistribution
+from stpart_compiler.passes.forecast import Forecast
 from stpart_compiler.passes.inner_rings import InnerRing, inner_ring, inner_strategy
 from stpart_compiler.passes.local_calls import LocalCalls
 from stpart_compiler.passes.order import is_heavy
@@ -37,6 +39,9 @@ aten = torch.ops.aten
 
 AGAIN = "_again"
 """Ends the names of instructions of an op that backward runs again."""
+
+PATIENCE = 0.5
+"""Part of the time of a transfer for which a rank waits, before a heavy op, until it can start: its links idle else."""
 
 
 @dataclass(frozen=True)
@@ -103,22 +108,22 @@ class PhaseEmitter:
         self.arriving: dict[tuple[str, int], Arriving] = {}  # (op, port), by slices
         self.base: dict[str, Value] = {}  # transposed view -> the contiguous tensor behind it
         self.pending_names: dict[str, tuple[str, ...]] = {}
-        self.heavy = 0  # heavy ops so far
+        self.forecast = Forecast(placement.cost)
         self.late: list[Need] = []  # results to wait for before the next heavy op
-        self.chains: dict[tuple[ValueKey, Layout], int] = {}  # under way with more to follow: `heavy` when that began
+        self.ends: dict[Need, float] = {}  # of what is under way: when, by the forecast, the transfer ends
 
     def run(self) -> RankProgram:
         inputs = [self._input(key, layout) for key, layout in self.phase.inputs]
         for op in self.phase.ops:
             if is_heavy(op):
                 self._end_results(self.phase.ends.get(op.name, []))
-                self._advance_chains()
+            self._advance_chains(PATIENCE if is_heavy(op) else 0.0)
             for key, layout in self.phase.starts.get(op.name, ()):
                 self._start(key, layout)
             for name, port in self.phase.slices.get(op.name, ()):
                 self._start_slices(self.placement.graph.by_name[name], port)
             self._emit(op)
-            self.heavy += is_heavy(op)
+            self.forecast.computed(self.phase.seconds.get(op.name, 0.0))
             self._start_results(op)
         for key, layout in self.phase.outputs:
             self._start(key, layout)
@@ -147,7 +152,10 @@ class PhaseEmitter:
         self._start(key, layout)
         found = self.have[(key, layout)]
         if isinstance(found, Pending):
+            while found.left > 1:
+                self._advance((key, layout), found)
             with self._relayout(key):
+                self.forecast.waited(self.ends.pop((key, layout), 0.0))
                 found = found.finish()
                 if layout.partial and found is self.have.get((key, self._made_in(key))):
                     found = self._alias(found)
@@ -176,8 +184,8 @@ class PhaseEmitter:
         self.have[(key, layout)] = made
         if isinstance(made, Value):
             self._note_pending(made, layout)
-        elif made.left > 1:
-            self.chains[(key, layout)] = self.heavy
+        else:
+            self._note_start((key, layout), made)
 
     def _start_slices(self, op: OpNode, i: int) -> None:
         """Begin to bring the first slice of an operand to a loop."""
@@ -222,25 +230,39 @@ class PhaseEmitter:
         return found
 
     def _end_results(self, due: list[Need]) -> None:
-        """Wait for results of the phase; those with another transfer to come run beside one more heavy op."""
+        """Wait for results of the phase; of those with another transfer to come it runs beside one more heavy op."""
         due, self.late = [*self.late, *due], []
         for key, layout in due:
             made = self.have.get((key, layout))
             if isinstance(made, Pending) and made.left > 1:
+                self._advance((key, layout), made)
                 self.late.append((key, layout))
             else:
                 self.fetch(key, layout)
 
-    def _advance_chains(self) -> None:
-        """Of re-layouts in several transfers start the next one where a heavy op ran beside the last."""
-        for place, began in list(self.chains.items()):
+    def _advance_chains(self, patience: float) -> None:
+        """Of re-layouts in several transfers start the next one where the last one has ended by the forecast.
+
+        `patience`: the part of the time of the next one for which the last one is waited for.
+        """
+        for place, end in list(self.ends.items()):
             made = self.have[place]
             if isinstance(made, Value) or made.left < 2:
-                del self.chains[place]
-            elif began < self.heavy:
-                with self._relayout(place[0]):
-                    made.advance()
-                self.chains[place] = self.heavy
+                continue
+            following = self.forecast.seconds(made.steps[1], self._dtype(place[0]).itemsize)
+            if end <= self.forecast.now + patience * following:
+                self._advance(place, made)
+
+    def _advance(self, place: Need, made: Pending) -> None:
+        """End a transfer and start the next one."""
+        self.forecast.waited(self.ends.get(place, 0.0))
+        with self._relayout(place[0]):
+            made.advance()
+        self._note_start(place, made)
+
+    def _note_start(self, place: Need, made: Pending) -> None:
+        if made.steps:
+            self.ends[place] = self.forecast.started(made.steps[0], self._dtype(place[0]).itemsize)
 
     def _on_the_way(self, op: OpNode) -> bool:
         """Start what a view of resting values looks at; whether that has to be waited for."""

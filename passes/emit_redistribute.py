@@ -17,11 +17,14 @@ from stpart_compiler.ir.combine import PAIRWISE
 from stpart_compiler.ir.layout import Range, local_shape
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.placement import Box, extent
-from stpart_compiler.ir.program import COLLECTIVE_CHANNEL, P2P_CHANNEL, Builder, Pending, Value
+from stpart_compiler.ir.program import COLLECTIVE_CHANNEL, P2P_CHANNEL, SMALL_CHANNEL, Builder, Pending, Value
 from stpart_compiler.ir.redistribute import Redistribution, Step, holds_zeros, step_boxes, step_flow
 from stpart_compiler.ir.relayout import Source
 
 aten = torch.ops.aten
+
+SMALL = 1 << 18
+"""Bytes of a tensor, as a whole, up to which its collectives are those of small tensors."""
 
 Shape = tuple[int, ...]
 Finish = Callable[[], Value]
@@ -43,14 +46,14 @@ def _emit(builder: Builder, value: Value, steps: Sequence[Step], mesh: Mesh) -> 
             value = _LOCAL[step.kind](on, value)
             continue
         finish = _TRANSFERS[step.kind](on, value)
-        return _pending(builder, finish, steps[index + 1 :], mesh)
+        return _pending(builder, finish, steps[index:], mesh)
     return value
 
 
-def _pending(builder: Builder, finish: Finish, rest: Sequence[Step], mesh: Mesh) -> Pending:
-    """A transfer under way, with the steps that follow it."""
-    left = 1 + sum(step.kind in _TRANSFERS for step in rest)
-    return Pending(lambda: _emit(builder, finish(), rest, mesh), left)
+def _pending(builder: Builder, finish: Finish, steps: Sequence[Step], mesh: Mesh) -> Pending:
+    """A transfer under way, the first of the steps, and those that follow it."""
+    transfers = tuple(step for step in steps if step.kind in _TRANSFERS)
+    return Pending(lambda: _emit(builder, finish(), steps[1:], mesh), len(transfers), transfers)
 
 
 @dataclass(frozen=True)
@@ -152,14 +155,21 @@ def _zero(on: _OnRank, value: Value) -> Value:
 
 def _collective(on: _OnRank, value: Value, shape: Shape, use: Callable[[Value], Value]) -> Finish:
     """Start the step's collective on `value`; `use` makes the local tensor of its result."""
-    tag = on.builder.reserve()
-    result = on.builder.collective(on.step.kind, value, on.group, tag, shape)
+    tag, channel = on.builder.reserve(), channel_of(on.step, value.dtype.itemsize)
+    result = on.builder.collective(on.step.kind, value, on.group, tag, shape, channel)
 
     def finish() -> Value:
-        on.builder.wait((tag,), COLLECTIVE_CHANNEL)
+        on.builder.wait((tag,), channel)
         return on.reshape(use(result), on.shape)
 
     return finish
+
+
+def channel_of(step: Step, itemsize: int) -> int:
+    """The channel of a step that communicates, for elements of `itemsize` bytes."""
+    if not step.groups:
+        return P2P_CHANNEL
+    return SMALL_CHANNEL if math.prod(step.source.shape) * itemsize <= SMALL else COLLECTIVE_CHANNEL
 
 
 def _all_reduce(on: _OnRank, value: Value) -> Finish:

@@ -38,9 +38,10 @@ class FloorPrices(Prices):
     def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: Beside) -> list[list[int]]:
         transfer = self._transfers(sources, targets, itemsize)
         local = repackings(self.space.costs, sources, targets, itemsize) * (transfer > 0)
-        beside = self.space.costs.cluster.hidden.collectives * np.minimum(transfer, np.minimum.outer(*hidden))
-        exposed = np.maximum(HIDDEN_SHARE * transfer, transfer - beside) + local
-        found: list[list[int]] = np.floor(exposed * 1e9).astype(np.int64).tolist()
+        most = np.minimum.outer(hidden.sources, hidden.targets)
+        exposed = transfer - self.space.costs.cluster.hidden.collectives * np.minimum(transfer, most)
+        mean = hidden.share * np.maximum(HIDDEN_SHARE * transfer, exposed) + (1 - hidden.share) * transfer
+        found: list[list[int]] = np.floor((mean + local) * 1e9).astype(np.int64).tolist()
         return found
 
     def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: Beside) -> list[list[int]]:

@@ -30,8 +30,8 @@ class Phase:
     `starts[op]`: fetches of resting values to begin before that op. `slices[op]`: operands that arrive slice by slice,
     as names of loops and ports, the first slice to begin before that op. `wanted[value]`: layouts to begin as soon as
     the value is made. `leaving[value]`: where its slices are brought as they are made. `ends[op]`: results of the phase
-    to wait for before that op. `layout`: layouts of inputs that differ from where the value was produced. `gives_sums`:
-    outputs may be pending sums.
+    to wait for before that op. `seconds[op]`: work of heavy ops, shared by all ranks. `layout`: layouts of inputs that
+    differ from where the value was produced. `gives_sums`: outputs may be pending sums.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Phase:
     wanted: dict[ValueKey, list[Layout]] = field(default_factory=dict)
     leaving: dict[ValueKey, Layout] = field(default_factory=dict)
     ends: dict[str, list[Need]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
     layout: dict[ValueKey, Layout] = field(default_factory=dict)
     views: frozenset[str] = frozenset()
     gives_sums: bool = False
@@ -155,6 +156,7 @@ def plan_transfers(
     lazy = views_of(graph, rest)
     phase.ops = [op for op in phase.ops if op.name not in lazy]
     ahead = Ahead(graph, phase.ops, cost)
+    phase.seconds = ahead.seconds()
     given: dict[str, list[Need]] = {}
     for key, wanted in phase.outputs:
         if key not in rest and key[0] not in lazy:

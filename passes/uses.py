@@ -146,18 +146,16 @@ class Prices:
 
     def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: Beside) -> list[list[int]]:
         """Prices of all pairs, with `hidden` seconds of compute beside them."""
-        rows, columns = (list(zip(*side, strict=True)) for side in zip((sources, targets), hidden, strict=True))
-        return [[self._exposed(a, b, itemsize, min(x, y)) for b, y in columns] for a, x in rows]
+        return [
+            [self._ns(*self.space.costs.priced(a, b, itemsize), hidden, (i, j)) for j, b in enumerate(targets)]
+            for i, a in enumerate(sources)
+        ]
 
-    def _exposed(self, source: Layout, target: Layout, itemsize: int, hidden: float) -> int:
-        """Nanoseconds of a re-layout that compute does not hide."""
-        transfer, local = self.space.costs.priced(source, target, itemsize)
-        return self._ns(transfer, local, hidden)
-
-    def _ns(self, transfer: float, local: float, hidden: float) -> int:
-        """Nanoseconds of a transfer with so many seconds of compute beside it, and of the copies that it needs."""
-        exposed = transfer - self.space.costs.cluster.hidden.collectives * min(transfer, hidden)
-        return round((max(HIDDEN_SHARE * transfer, exposed) + local) * 1e9)
+    def _ns(self, transfer: float, local: float, hidden: Beside, at: Pair) -> int:
+        """Nanoseconds, on average, of what compute does not hide of a transfer, and of the copies that it needs."""
+        exposed = transfer - self.space.costs.cluster.hidden.collectives * min(transfer, hidden.largest(*at))
+        mean = hidden.share * max(HIDDEN_SHARE * transfer, exposed) + (1 - hidden.share) * transfer
+        return round((mean + local) * 1e9)
 
     def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: Beside) -> list[list[int]]:
         """The prices where some re-layouts are made of those of slices: the same bytes in more messages."""
@@ -166,7 +164,7 @@ class Prices:
         for (i, j), slices in use.apart.items():
             part = self.space.costs.relayout(slices.largest(sources[i]), slices.largest(targets[j]), itemsize)
             local = self.space.costs.priced(sources[i], targets[j], itemsize)[1]
-            found[i][j] = self._ns(len(slices.atoms) * part, local, min(hidden[0][i], hidden[1][j]))
+            found[i][j] = self._ns(len(slices.atoms) * part, local, hidden, (i, j))
         return found
 
     def number(self, layouts: tuple[Layout, ...], itemsize: int, only: Pair | None = None) -> int:

@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec
 
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.mesh import Mesh
-from stpart_compiler.ir.program import RankProgram
+from stpart_compiler.ir.program import Group, RankProgram
 
 Port = tuple[str, int | str]
 """("param", name), ("buffer", name), ("input", flat index), ("constant", name), ("saved", k), ("tangent", flat output
@@ -57,7 +57,8 @@ class OutputSlot:
 class Interface:
     """Meaning of the programs' inputs and outputs; equal on all ranks.
 
-    `modes`: per module of the model, by name, whether it was traced in train mode ("": the model itself).
+    `groups`: of collectives. `channels`: number of those of point-to-point messages. `modes`: per module of the model,
+    by name, whether it was traced in train mode ("": the model itself).
     """
 
     mesh: Mesh
@@ -72,7 +73,7 @@ class Interface:
     forward_outputs: tuple[Port, ...]
     backward_inputs: tuple[Port, ...]
     backward_outputs: tuple[Port, ...]
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[Group, ...]
     channels: int
     plan_digest: str
     training: bool
@@ -105,7 +106,7 @@ class Deferred:
     grads: tuple[str, ...]
     sums: tuple[SumSlot, ...]
     reduced: tuple[str, ...]
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[Group, ...]
 
     @property
     def programs(self) -> list[RankProgram]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from stpart_compiler.ir.redistribute import Step
 
 
 class Value:
@@ -157,6 +160,8 @@ def values_in(item: Any) -> list[Value]:
 
 P2P_CHANNEL = 0
 COLLECTIVE_CHANNEL = 1
+SMALL_CHANNEL = 2
+"""Of collectives of small tensors, which have groups of their own: in one group they would queue behind large ones."""
 
 
 @dataclass
@@ -173,29 +178,34 @@ class RankProgram:
     gives_sums: bool = False
 
 
-def groups_of(programs: Iterable[RankProgram]) -> tuple[tuple[int, ...], ...]:
-    """The rank sets of all collectives."""
-    return tuple(sorted({i.group for program in programs for i in program.body if i.kind == "collective"}))
+Group = tuple[int, tuple[int, ...]]
+"""Channel and ranks of collectives that have one group."""
+
+
+def groups_of(programs: Iterable[RankProgram]) -> tuple[Group, ...]:
+    """Those of all collectives."""
+    return tuple(sorted({(i.channel, i.group) for program in programs for i in program.body if i.kind == "collective"}))
 
 
 class Pending:
     """A value on its way. `step` waits for the transfer under way and gives the value, or what starts next.
 
-    `left`: transfers that have not ended.
+    `left`: transfers that have not ended. `steps`: the steps of a re-layout that these are, where they are known.
     """
 
-    __slots__ = ("_step", "_value", "left")
+    __slots__ = ("_step", "_value", "left", "steps")
 
-    def __init__(self, step: Callable[[], Value | Pending], left: int = 1) -> None:
+    def __init__(self, step: Callable[[], Value | Pending], left: int = 1, steps: tuple[Step, ...] = ()) -> None:
         self._step = step
         self._value: Value | None = None
         self.left = left
+        self.steps = steps
 
     def advance(self) -> None:
         """End the transfer under way, and start the next one if there is one."""
         made = self._step()
         if isinstance(made, Pending):
-            self._step, self.left = made._step, made.left
+            self._step, self.left, self.steps = made._step, made.left, made.steps
         else:
             self._value, self.left = made, 0
 

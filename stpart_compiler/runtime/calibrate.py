@@ -23,6 +23,7 @@ import torch.distributed as dist
 from stpart_compiler.cost_models.cluster import Cluster, Device, Hidden, Link
 from stpart_compiler.cost_models.cluster_text import to_toml
 from stpart_compiler.cost_models.fit import P2P, Transfer, fit_curve, fit_link, residuals, rounded, rounded_curve
+from stpart_compiler.ir.program import COLLECTIVE_CHANNEL
 from stpart_compiler.progress import progress_lines
 from stpart_compiler.runtime.engine import Engine, online_engine
 
@@ -283,7 +284,7 @@ def calibrate_here(path: Path, name: str = "calibrated") -> None:
         dist.init_process_group("nccl" if cuda else "gloo")
     engine = online_engine() if dist.is_initialized() and dist.get_world_size() > 1 else None
     if engine is not None:
-        engine.prepare(2, [range(engine.world_size)])
+        engine.prepare(2, [(COLLECTIVE_CHANNEL, tuple(range(engine.world_size)))])
     first = engine is None or engine.rank == 0
     with progress_lines() as say:
         bench = Bench(torch.device("cuda" if cuda else "cpu"), engine)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stpart_compiler.ir.program import SMALL_CHANNEL, Group
 from stpart_compiler.runtime.transport import GlooTransport, Started, TorchTransport, Transport, flat_bytes
 
 _REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
@@ -147,8 +148,8 @@ class Engine:
         finally:
             _LOCAL.engine = previous
 
-    def prepare(self, channels: int, groups: Iterable[Sequence[int]] = ()) -> None:
-        """Form the groups of channels 0..channels-1 and of each rank set; all ranks call it with the same arguments.
+    def prepare(self, channels: int, groups: Iterable[Group] = ()) -> None:
+        """Form the groups of point-to-point channels 0..channels-1 and of collectives; all ranks pass the same.
 
         Needed on NCCL. On gloo a group not prepared is formed at its first use, when its members wait for each other.
         Raises CommTimeoutError when a rank does not take part.
@@ -307,7 +308,7 @@ class Engine:
         started_at = time.monotonic()
         try:
             self._check_alive()
-            started = start(self._transport.group(order.ranks))
+            started = start(self._transport.group(order.ranks, channel == SMALL_CHANNEL))
         except RuntimeError as error:
             self._fail(kind, order.ranks, tag, channel, started_at, error)
         self.messages.append(Message(kind, x.nbytes, order.ranks, channel, tag))

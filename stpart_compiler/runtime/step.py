@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
 from stpart_compiler.ir.artifact import Deferred, Port, RankArtifact
-from stpart_compiler.ir.program import Instr, Origin, RankProgram
+from stpart_compiler.ir.program import COLLECTIVE_CHANNEL, Instr, Origin, RankProgram
 from stpart_compiler.passes.emit_fx import raised_in
 from stpart_compiler.runtime.agree import agree_on_no_sync
 from stpart_compiler.runtime.engine import CommTimeoutError, Engine, Label, Peer
@@ -90,7 +90,8 @@ class Programs:
     def attach(self, engine: Engine) -> None:
         if self.engine is not engine:
             # clip_grad_norm_ needs the group of all ranks.
-            engine.prepare(self.interface.channels, (*self.interface.groups, tuple(range(engine.world_size))))
+            everyone = (COLLECTIVE_CHANNEL, tuple(range(engine.world_size)))
+            engine.prepare(self.interface.channels, (*self.interface.groups, everyone))
             self.engine = engine
             self._prepare_sums()
 

@@ -1,7 +1,8 @@
 """Groups of ranks that messages travel in: raw gloo groups, or those of torch.distributed (NCCL).
 
 Point-to-point messages of one channel travel in a group of their own, so a small message does not queue behind a big
-one of another channel. Collectives have one group per set of ranks, sorted as torch's groups are.
+one of another channel. Collectives have one group per set of ranks, sorted as torch's groups are, and another one for
+small tensors: collectives of one group follow one another.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
+
+from stpart_compiler.ir.program import SMALL_CHANNEL, Group
 
 # A receive with this tag never has a sender: letting it time out makes gloo close the group's connections.
 _ABORT_TAG = 0x7FFFFFFF
@@ -49,7 +52,7 @@ class Transport(ABC):
         self.world_size = world_size
         self.timeout = timedelta(seconds=timeout_s)
         self._channels: dict[int, Any] = {}
-        self._sets: dict[tuple[int, ...], Any] = {}
+        self._sets: dict[tuple[bool, tuple[int, ...]], Any] = {}
 
     @abstractmethod
     def form(self, ranks: tuple[int, ...], name: str) -> Any:
@@ -67,16 +70,16 @@ class Transport(ABC):
     def start_reduce_scatter(self, group: Any, x: Tensor, result: Tensor) -> Started:
         """x: [n, *block], rows in the group's order; result: block."""
 
-    def prepare(self, channels: int, groups: Iterable[Sequence[int]]) -> None:
+    def prepare(self, channels: int, groups: Iterable[Group]) -> None:
         """Form channels 0..channels-1 and the groups, in this order; every rank calls it with the same arguments."""
         if self.world_size == 1:
             return
         for channel in range(channels):
             self.channel(channel)
-        for group in groups:
+        for number, group in groups:
             ranks = tuple(sorted(group))
             if len(ranks) > 1 and (self.every_rank_forms or self.rank in ranks):
-                self.group(ranks)
+                self.group(ranks, number == SMALL_CHANNEL)
 
     def channel(self, channel: int) -> Any:
         """The group of a point-to-point channel. Not prepared: formed now, which waits for all ranks to do the same."""
@@ -85,11 +88,15 @@ class Transport(ABC):
             group = self._channels[channel] = self.form(tuple(range(self.world_size)), f"channel{channel}")
         return group
 
-    def group(self, ranks: tuple[int, ...]) -> Any:
-        """The group of a sorted set of ranks. Not prepared: formed now, which waits for its members."""
-        group = self._sets.get(ranks)
+    def group(self, ranks: tuple[int, ...], small: bool = False) -> Any:
+        """The group of a sorted set of ranks, or theirs for `small` tensors.
+
+        Not prepared: formed now, which waits for its members.
+        """
+        group = self._sets.get((small, ranks))
         if group is None:
-            group = self._sets[ranks] = self.form(ranks, "ranks" + "_".join(map(str, ranks)))
+            name = ("small" if small else "ranks") + "_".join(map(str, ranks))
+            group = self._sets[small, ranks] = self.form(ranks, name)
         return group
 
     def release(self) -> list[Any]:
@@ -145,7 +152,7 @@ class TorchTransport(Transport):
         self._device = device
         self._preparing = False
 
-    def prepare(self, channels: int, groups: Iterable[Sequence[int]]) -> None:
+    def prepare(self, channels: int, groups: Iterable[Group]) -> None:
         self._preparing = True
         try:
             super().prepare(channels, groups)

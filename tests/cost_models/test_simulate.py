@@ -18,8 +18,16 @@ from stpart_compiler.cost_models.cluster import Cluster, Device, Hidden, Link
 from stpart_compiler.cost_models.liveness import peak_bytes
 from stpart_compiler.cost_models.resting import StepPhase
 from stpart_compiler.cost_models.simulate import DeadlockError, simulate
-from stpart_compiler.cost_models.timeline import WAIT, Simulation
-from stpart_compiler.ir.program import COLLECTIVE_CHANNEL, P2P_CHANNEL, Builder, Origin, RankProgram, Value
+from stpart_compiler.cost_models.timeline import COMPUTE, WAIT, Simulation
+from stpart_compiler.ir.program import (
+    COLLECTIVE_CHANNEL,
+    P2P_CHANNEL,
+    SMALL_CHANNEL,
+    Builder,
+    Origin,
+    RankProgram,
+    Value,
+)
 from stpart_compiler.runtime import ops
 
 assert ops.NAMESPACE == "stpart"  # the operators exist once this module is imported
@@ -63,8 +71,16 @@ class Rank:
         into = [((KILOBYTE * size,), F32, peer, tag) for peer, size in recvs.items()]
         return self.build.exchange(out, into)[1]
 
-    def collective(self, kind: str, shape: Sequence[int], out: Sequence[int], group: Sequence[int], tag: int = 0):
-        self.build.collective(kind, self.input(*shape), group, tag, out)
+    def collective(
+        self,
+        kind: str,
+        shape: Sequence[int],
+        out: Sequence[int],
+        group: Sequence[int],
+        tag: int = 0,
+        channel: int = COLLECTIVE_CHANNEL,
+    ):
+        self.build.collective(kind, self.input(*shape), group, tag, out, channel)
         return (tag,)
 
     def wait(self, tags: Sequence[int], channel: int = P2P_CHANNEL) -> None:
@@ -201,6 +217,20 @@ def test_exchanges_of_an_accelerator_follow_one_another(device, first, second):
     found = run(ranks, cluster(DUPLEX, device))
     ends = sorted(x.end for x in found.timeline[0].intervals if x.kind == "send")
     assert ends == [first, second]
+
+
+@pytest.mark.parametrize(("channel", "there"), [(COLLECTIVE_CHANNEL, 9.0), (SMALL_CHANNEL, 2.0)])
+def test_small_collectives_do_not_queue_behind_large_ones(channel: int, there: float):
+    """8 kB and 1 kB among two: one behind the other, or side by side at half the link's rate."""
+    ranks = [Rank(0), Rank(1)]
+    for rank in ranks:
+        large = rank.collective("all_reduce", (2000,), (2000,), (0, 1), 0)
+        rank.wait(rank.collective("all_reduce", (250,), (250,), (0, 1), 1, channel), channel)
+        rank.compute(1)
+        rank.wait(large, COLLECTIVE_CHANNEL)
+    found = run(ranks, cluster(DUPLEX, QUEUED))
+    computed = next(x for x in found.timeline[0].intervals if x.kind == COMPUTE and x.seconds == 1.0)
+    assert computed.start == pytest.approx(there)
 
 
 def test_backward_follows_forward_on_each_rank():

@@ -30,7 +30,7 @@ from stpart_compiler.ir.layout import (
 )
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.placement import volume
-from stpart_compiler.ir.program import Builder, Pending, RankProgram
+from stpart_compiler.ir.program import SMALL_CHANNEL, Builder, Pending, RankProgram
 from stpart_compiler.ir.redistribute import (
     PLAN_ITEMSIZE,
     PlainCost,
@@ -384,7 +384,7 @@ def test_generated_modules_over_gloo() -> None:
     parts = [split(w, p.source, m, generator) for w, p, m in zip(wholes, plans, meshes, strict=True)]
     modules = [[emit_fx(program) for program in programs(p, m)] for p, m in zip(plans, meshes, strict=True)]
 
-    groups = {group for plan in plans for step in plan.steps for group in step.groups}
+    groups = {(SMALL_CHANNEL, group) for plan in plans for step in plan.steps for group in step.groups}
 
     def run(rank: int, engine: Engine) -> list[torch.Tensor]:
         engine.prepare(2, sorted(groups))

@@ -19,6 +19,7 @@ from stpart_compiler.cost_models.cluster import Cluster, Link, load_cluster
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.passes.floors import FloorPrices
 from stpart_compiler.passes.narrow import only_choices
+from stpart_compiler.passes.overlap import Beside
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.refine import axis_parts, lifted_strategy
@@ -90,11 +91,11 @@ def test_no_re_layout_is_cheaper_than_its_floor(cluster: Cluster) -> None:
     near = 0
     for edge in (*whole.classes.edges, *whole.classes.finals):
         use = floors.use(edge, False)
-        rows, columns = exact.overlap.seconds(edge, use.from_ports, use.to_ports)
+        beside = exact.overlap.seconds(edge, use.from_ports, use.to_ports)
         for _ in range(25):
             i, j = draw.randrange(len(use.from_layouts)), draw.randrange(len(use.to_layouts))
             source, target = use.from_layouts[i], use.to_layouts[j]
-            hidden = (rows[i],), (columns[j],)
+            hidden = Beside((beside.sources[i],), (beside.targets[j],), beside.share)
             price = exact.table([source], [target], edge.value.dtype.itemsize, hidden)[0][0]
             assert use.price[i][j] <= price + 1, (source, target)
             near += bool(price) and use.price[i][j] >= 0.5 * price

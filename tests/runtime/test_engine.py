@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
+from stpart_compiler.ir.program import COLLECTIVE_CHANNEL, SMALL_CHANNEL
 from stpart_compiler.runtime import ops
 from stpart_compiler.runtime.engine import CommTimeoutError, Engine, Label, current_engine, online_engine
 from stpart_compiler.runtime.threads import run_ranks
@@ -78,7 +79,7 @@ def test_collectives_in_any_rank_order(world: int, ranks: list[int]) -> None:
     single, rows = blocks(world, 3, 2), blocks(world, n, 3, 2)
 
     def program(rank: int, engine: Engine) -> list[Tensor] | None:
-        engine.prepare(0, [ranks])
+        engine.prepare(0, [(COLLECTIVE_CHANNEL, tuple(ranks))])
         if rank not in ranks:
             return None
         results = [
@@ -101,6 +102,26 @@ def test_collectives_in_any_rank_order(world: int, ranks: list[int]) -> None:
         summed = torch.stack([rows[member][place] for member in ranks]).sum(0)
         torch.testing.assert_close(scattered, summed, rtol=1e-14, atol=1e-14)
         assert torch.equal(swapped, torch.stack([rows[member][place] for member in ranks]))
+
+
+def test_small_tensors_do_not_queue_behind_large_ones() -> None:
+    """Rank 0 starts the large sum first, rank 1 only when the small one is there."""
+
+    def program(rank: int, engine: Engine) -> list[Tensor]:
+        ranks = (0, 1)
+        engine.prepare(0, [(COLLECTIVE_CHANNEL, ranks), (SMALL_CHANNEL, ranks)])
+        large, small = torch.full((1 << 16,), float(rank)), torch.ones(2)
+        if rank == 0:
+            whole = stpart.all_reduce(large, ranks, 1, COLLECTIVE_CHANNEL)
+        count = stpart.all_reduce(small, ranks, 2, SMALL_CHANNEL)
+        stpart.wait([2], SMALL_CHANNEL)
+        if rank == 1:
+            whole = stpart.all_reduce(large, ranks, 1, COLLECTIVE_CHANNEL)
+        stpart.wait([1], COLLECTIVE_CHANNEL)
+        return [whole, count]
+
+    for whole, count in run_ranks(2, program, timeout_s=5):
+        assert whole.unique().tolist() == [1.0] and count.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
@@ -230,7 +251,7 @@ def test_a_rank_that_raises_stops_the_others(kind: str) -> None:
         stpart.wait([1], 0)
 
     def program(rank: int, engine: Engine) -> None:
-        engine.prepare(1, [(0, 1, 2)])
+        engine.prepare(1, [(COLLECTIVE_CHANNEL, (0, 1, 2))])
         if rank == 2:
             time.sleep(0.1)
             raise ValueError("bad block")
@@ -293,7 +314,7 @@ def test_bad_calls(index: int) -> None:
 
 def test_a_run_that_is_over_holds_no_connection() -> None:
     def joined(rank: int, engine: Engine) -> Engine:
-        engine.prepare(2, [(0, 1)])
+        engine.prepare(2, [(COLLECTIVE_CHANNEL, (0, 1))])
         return engine
 
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
@@ -388,7 +409,7 @@ rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 engine = online_engine(timeout_s=20)
-engine.prepare(2, [(0, 1)])
+engine.prepare(2, [(1, (0, 1))])
 engine.labels[(1, 4)] = Label("recv_k", "layers.1.attn", 1 - rank, 3)
 with engine.activate():
     y = torch.ops.stpart.all_reduce(torch.ones(3), [1, 0], 1, 0)
@@ -427,7 +448,7 @@ from stpart_compiler.runtime.transport import TorchTransport
 rank, cpu = int(sys.argv[1]), torch.device("cpu")
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 3), rank=rank, world_size=3)
 engine = Engine(rank, 3, TorchTransport(cpu, 20.0), 20.0)
-engine.prepare(1, [(2, 0), (2, 1, 0)])
+engine.prepare(1, [(1, (2, 0)), (1, (2, 1, 0))])
 x = torch.arange(6.0, dtype=torch.float64).reshape(3, 2) + 10 * rank
 with engine.activate():
     right, left, o = (rank + 1) % 3, (rank - 1) % 3, torch.ops.stpart

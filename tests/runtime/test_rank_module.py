@@ -97,7 +97,7 @@ def data_parallel(loss_index: int | None = 0) -> list[RankArtifact]:
         backward_inputs=(("saved", 0), ("saved", 1), ("tangent", 0), ("tangent", 1), ("param", "linear.weight"),
                          ("constant", "quarter")),
         backward_outputs=(("grad", "linear.weight"), ("grad", "linear.bias")),
-        groups=((0, 1),),
+        groups=((COLLECTIVE_CHANNEL, (0, 1)),),
     )  # fmt: skip
     constants = {"quarter": torch.tensor(0.25, dtype=F64)}
     return [RankArtifact(rank, interface, *_data_parallel_programs(rank), constants) for rank in range(mesh.world_size)]
@@ -388,7 +388,7 @@ def ring(world: int) -> list[RankArtifact]:
         forward_outputs=(("output", 0), ("output", 1)),
         backward_inputs=(("input", 0), ("tangent", 0)),
         backward_outputs=(("grad", "w"),),
-        groups=(tuple(range(world)),),
+        groups=((COLLECTIVE_CHANNEL, tuple(range(world))),),
     )
     return [RankArtifact(rank, interface, *_ring_programs(rank, world)) for rank in range(world)]
 
