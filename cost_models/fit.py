@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from stpart_compiler.cost_models.cluster import Curve, Link
-from stpart_compiler.cost_models.communication import traffic
+from stpart_compiler.cost_models.cluster import Link
+from stpart_compiler.cost_models.collectives import traffic
+from stpart_compiler.cost_models.curve import Curve
 
 P2P = "p2p"
 
