@@ -7,8 +7,8 @@ see `presets/`.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from importlib import resources
@@ -17,14 +17,17 @@ from pathlib import Path
 
 import torch
 
+from stpart_compiler.cost_models.collectives import ALGORITHMS, HIERARCHICAL, KINDS, RING, Group
+from stpart_compiler.cost_models.curve import Curve, check_curve, share_at
 from stpart_compiler.cost_models.toml_table import Table, read_toml
 from stpart_compiler.ir.mesh import Mesh
-
-Curve = tuple[tuple[float, float], ...]
 
 _GENERIC = {"cpu": "cpu-gloo", "cuda": "gpu-generic"}
 SOURCED = ("memory", "peak_flops", "memory_bandwidth", "launch_overhead", "matmul_efficiency", "links", "hidden")
 """What a cluster file may name the source of: vendor's figure, measured, fitted (and to what), or assumed."""
+
+COLLECTIVES = tuple(kind for kind in KINDS if kind != "exchange")
+"""Those of which a link may have an efficiency of its own."""
 
 _FALLBACK_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -60,7 +63,7 @@ class Device:
         _check_positive(f"device {self.name!r}: memory_bandwidth", self.memory_bandwidth)
         if not (math.isfinite(self.launch_overhead) and self.launch_overhead >= 0):
             raise ValueError(f"device {self.name!r}: launch_overhead is {self.launch_overhead}; expected seconds >= 0")
-        _check_curve(self.name, self.matmul_efficiency)
+        check_curve(f"device {self.name!r}: matmul_efficiency", self.matmul_efficiency, "FLOPs")
 
     @cached_property
     def _peaks(self) -> dict[torch.dtype, float]:
@@ -71,25 +74,13 @@ class Device:
         rates = dict(self.peak_flops)
         return next((rates[name] for name in _FALLBACK_DTYPES if name in rates), min(rates.values()))
 
-    @cached_property
-    def _log_curve(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        sizes, shares = zip(*self.matmul_efficiency, strict=True)
-        return tuple(map(math.log, sizes)), tuple(map(math.log, shares))
-
     def peak(self, dtype: torch.dtype) -> float:
         """Peak FLOP/s in `dtype`; a dtype that is not listed runs at the rate of float32 or of the next best listed."""
         return self._peaks.get(dtype, self._fallback_peak)
 
     def efficiency(self, flops: float) -> float:
         """Share of the peak that a matmul of `flops` reaches: log-log interpolation, constant beyond the ends."""
-        xs, ys = self._log_curve
-        x = math.log(flops) if flops > 1 else 0.0
-        if x <= xs[0]:
-            return self.matmul_efficiency[0][1]
-        if x >= xs[-1]:
-            return self.matmul_efficiency[-1][1]
-        i = bisect_right(xs, x)
-        return math.exp(ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1]))
+        return share_at(self.matmul_efficiency, flops)
 
     def matmul_seconds(self, flops: float, dtype: torch.dtype) -> float:
         """Seconds that `flops` of one matmul-like call take, without launch and memory traffic."""
@@ -102,15 +93,20 @@ class Link:
 
     Not `full_duplex`: both directions share the bandwidth. `shared_by`: so many ranks (0..n-1, n..2n-1, ...) send and
     receive over one such link together, like those of a host over its network card; its bandwidth is theirs together.
+    `algorithms`: those of which a collective that this link limits takes the cheapest; a ring where none of them can do
+    it. `efficiency`: per kind of collective points (bytes that one rank sends, share of the bandwidth), ascending.
 
     Raises:
-        ValueError: the bandwidth is not positive, the latency negative, or no rank has the link.
+        ValueError: the bandwidth is not positive, the latency negative, or no rank has the link; an algorithm or kind
+            of collective is unknown, or a point of a curve makes more bytes cheaper than fewer.
     """
 
     latency: float
     bandwidth: float
     full_duplex: bool = True
     shared_by: int = 1
+    algorithms: tuple[str, ...] = (RING,)
+    efficiency: tuple[tuple[str, Curve], ...] = ()
 
     def __post_init__(self) -> None:
         _check_positive("link: bandwidth", self.bandwidth)
@@ -118,6 +114,18 @@ class Link:
             raise ValueError(f"link: latency is {self.latency}; expected seconds >= 0")
         if self.shared_by < 1:
             raise ValueError(f"link: shared_by is {self.shared_by}; expected the number of ranks on one link, >= 1")
+        if not self.algorithms or not set(self.algorithms) <= set(ALGORITHMS):
+            raise ValueError(
+                f"link: algorithms is {list(self.algorithms)}; expected one or more of {', '.join(ALGORITHMS)}"
+            )
+        for kind, curve in self.efficiency:
+            if kind not in COLLECTIVES:
+                raise ValueError(f"link: efficiency.{kind} is no collective; use one of {', '.join(COLLECTIVES)}")
+            check_curve(f"link: efficiency.{kind}", curve, "bytes")
+
+    def reached(self, kind: str, nbytes: float) -> float:
+        """Share of the bandwidth that a collective reaches in which one rank sends `nbytes`; of all else the whole."""
+        return next((share_at(curve, float(nbytes)) for name, curve in self.efficiency if name == kind), 1.0)
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,11 @@ class Cluster:
                     f"cluster {self.name!r}: links[{number}] joins {ranks} ranks, {link.shared_by} of which share one"
                     " link (shared_by); expected a divisor of the ranks joined"
                 )
+        if HIERARCHICAL in self.levels[0][1].algorithms:
+            raise ValueError(
+                f"cluster {self.name!r}: links[0] has the algorithm {HIERARCHICAL!r}, but no level of links is inside"
+                " of it; use it on an outer level"
+            )
 
     @property
     def max_ranks(self) -> int | None:
@@ -204,6 +217,15 @@ class Cluster:
         """
         return _link_for(self, frozenset(axes), mesh, each, alone)
 
+    def slowest(self, groups: Sequence[Group]) -> Link:
+        """Slowest link that some of these groups cross, as one of them sees it while all of them communicate."""
+        links = [_share_of(link, groups) for _, link in self.levels[: self.crossed(groups) + 1]]
+        return _slowest(links)
+
+    def crossed(self, groups: Sequence[Group]) -> int:
+        """Index of the innermost level that joins the ranks of each of these groups."""
+        return max(self.level_between(min(group), max(group)) for group in groups)
+
     def level_between(self, one: int, two: int) -> int:
         """Index of the innermost level that joins two ranks.
 
@@ -222,31 +244,30 @@ def _link_for(cluster: Cluster, axes: frozenset[str], mesh: Mesh, each: bool, al
     unknown = sorted(axes - set(mesh.axes))
     if unknown:
         raise ValueError(f"link: no axis {unknown[0]!r} in mesh {mesh}; its axes are {', '.join(mesh.axes)}")
-    last = {axis: mesh.size[axis] - 1 for axis in axes}
-    first = [coords for coords in mesh.coords if all(coords[axis] == 0 for axis in axes)]
-    # Row-major numbers: if the first and the last rank of a group share a block, so do all between them.
-    spans = [(mesh.rank(coords), mesh.rank({**coords, **last})) for coords in first]
-    crossed = 0
-    while not _joins(cluster.levels[crossed][0], spans):
-        crossed += 1
-    together = frozenset() if each else axes
-    links = [link if alone else _share_of(link, together, mesh) for _, link in cluster.levels[: crossed + 1]]
+    groups = groups_along(axes, mesh)
+    crossed = cluster.crossed(groups)
+    together = groups_along((), mesh) if each else groups
+    return _slowest([link if alone else _share_of(link, together) for _, link in cluster.levels[: crossed + 1]])
+
+
+def groups_along(axes: Iterable[str], mesh: Mesh) -> tuple[Group, ...]:
+    """The groups of ranks that differ in `axes` alone; without axes each rank is one."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, coords in enumerate(mesh.coords):
+        groups.setdefault(tuple(at for axis, at in coords.items() if axis not in axes), []).append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
+def _slowest(links: Iterable[Link]) -> Link:
     return min(links, key=lambda link: (link.bandwidth, -link.latency))
 
 
-def _share_of(link: Link, axes: frozenset[str], mesh: Mesh) -> Link:
-    """The link as one of the groups sees it that differ in `axes` and have ranks on it."""
+def _share_of(link: Link, groups: Iterable[Group]) -> Link:
+    """The link as one of the groups sees it that have ranks on it."""
     if link.shared_by == 1:
         return link
-    groups: dict[int, set[tuple[int, ...]]] = {}
-    for rank, coords in enumerate(mesh.coords):
-        group = tuple(at for axis, at in coords.items() if axis not in axes)
-        groups.setdefault(rank // link.shared_by, set()).add(group)
-    return replace(link, bandwidth=link.bandwidth / max(map(len, groups.values())), shared_by=1)
-
-
-def _joins(ranks: int | None, spans: list[tuple[int, int]]) -> bool:
-    return ranks is None or all(low // ranks == high // ranks for low, high in spans)
+    sharing = Counter(on for group in groups for on in {rank // link.shared_by for rank in group})
+    return replace(link, bandwidth=link.bandwidth / max(sharing.values()), shared_by=1)
 
 
 def presets() -> tuple[str, ...]:
@@ -338,9 +359,11 @@ def _device(table: Table) -> Device:
 def _link(table: Table) -> Link:
     values = table.number("latency"), table.number("bandwidth"), table.boolean("full_duplex")
     shared_by = table.optional_integer("shared_by") or 1
+    algorithms = table.optional_strings("algorithms")
+    efficiency = table.optional_table("efficiency").curves()
     table.check_no_more()
     try:
-        return Link(*values, shared_by)
+        return Link(*values, shared_by, (RING,) if algorithms is None else algorithms, efficiency)
     except ValueError as error:
         raise ValueError(f"{table.where()}: {error}") from None
 
@@ -353,17 +376,3 @@ def _check_positive(what: str, value: float) -> None:
 def _check_dtype(device: str, dtype: str) -> None:
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"device {device!r}: peak_flops.{dtype} is no torch dtype; write it like 'bfloat16'")
-
-
-def _check_curve(device: str, curve: Curve) -> None:
-    where = f"device {device!r}: matmul_efficiency"
-    if not curve:
-        raise ValueError(f"{where} is empty; give at least one [FLOPs, efficiency]")
-    for size, share in curve:
-        if not (math.isfinite(size) and size >= 1 and 0 < share <= 1):
-            raise ValueError(f"{where} has [{size}, {share}]; expected FLOPs >= 1 and an efficiency in (0, 1]")
-    for (size, share), (next_size, next_share) in pairwise(curve):
-        if next_size <= size:
-            raise ValueError(f"{where}: FLOPs must ascend, got {next_size} after {size}")
-        if next_share * size > share * next_size * (1 + 1e-12):  # not for the last bits of a float
-            raise ValueError(f"{where}: from {size} to {next_size} FLOPs the time would fall; lower {next_share}")

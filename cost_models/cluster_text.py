@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from stpart_compiler.cost_models.cluster import Cluster, Hidden, Link
+from stpart_compiler.cost_models.collectives import RING
+from stpart_compiler.cost_models.curve import Curve
 
 
 def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
     """TOML text of a cluster, `comments` first."""
     device = cluster.device
-    curve = ", ".join(f"[{size!r}, {share!r}]" for size, share in device.matmul_efficiency)
     lines = [f"# {comment}" for comment in comments]
     lines += [f"name = {_quoted(cluster.name)}", "", "[device]", f"name = {_quoted(device.name)}"]
     lines += [f"type = {_quoted(device.type)}", f"memory = {device.memory}"]
     lines += [f"memory_bandwidth = {device.memory_bandwidth!r}", f"launch_overhead = {device.launch_overhead!r}"]
-    lines += [f"matmul_efficiency = [{curve}]", "", "[device.peak_flops]"]
+    lines += [f"matmul_efficiency = {_points(device.matmul_efficiency)}", "", "[device.peak_flops]"]
     lines += [f"{dtype} = {rate!r}" for dtype, rate in device.peak_flops]
     for ranks, link in cluster.levels:
         lines += ["", "[[links]]", *_link(ranks, link)]
@@ -32,7 +33,16 @@ def _link(ranks: int | None, link: Link) -> list[str]:
     lines = [f"ranks = {ranks}"] if ranks is not None else []
     lines += [f"latency = {link.latency!r}", f"bandwidth = {link.bandwidth!r}"]
     lines.append(f"full_duplex = {str(link.full_duplex).lower()}")
-    return lines + ([f"shared_by = {link.shared_by}"] if link.shared_by > 1 else [])
+    lines += [f"shared_by = {link.shared_by}"] if link.shared_by > 1 else []
+    if link.algorithms != (RING,):
+        lines.append(f"algorithms = [{', '.join(map(_quoted, link.algorithms))}]")
+    if link.efficiency:
+        lines += ["", "[links.efficiency]", *(f"{kind} = {_points(curve)}" for kind, curve in link.efficiency)]
+    return lines
+
+
+def _points(curve: Curve) -> str:
+    return "[" + ", ".join(f"[{size!r}, {share!r}]" for size, share in curve) + "]"
 
 
 def _quoted(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Time of transfers between ranks: latency per message and bytes over the link, ring algorithms for collectives.
+"""Time of transfers between ranks: latency per message, and bytes over the link as a collective's algorithm sends them.
 
 In every collective a rank sends as much as it receives. On a full-duplex link the two overlap; on another they add up.
 """
@@ -6,31 +6,30 @@ In every collective a rank sends as much as it receives. On a full-duplex link t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from stpart_compiler.cost_models.cluster import Cluster, Link
+from stpart_compiler.cost_models.cluster import Cluster, Link, groups_along
+from stpart_compiler.cost_models.collectives import (
+    BETWEEN,
+    INSIDE,
+    KINDS,
+    RING,
+    RINGS,
+    WHOLE,
+    Group,
+    Phase,
+    members,
+    parts_of,
+    phases,
+    traffic,
+)
 from stpart_compiler.ir.mesh import Mesh
 
-# Bytes that one rank sends (and receives), as a share of the whole tensor, and the messages it takes, among n ranks.
-_TRAFFIC: dict[str, Callable[[int], tuple[float, int]]] = {
-    "all_reduce": lambda n: (2 * (n - 1) / n, 2 * (n - 1)),
-    "all_gather": lambda n: ((n - 1) / n, n - 1),
-    "reduce_scatter": lambda n: ((n - 1) / n, n - 1),
-    "all_to_all": lambda n: ((n - 1) / n, n - 1),
-    "exchange": lambda n: (1.0, 1),
-}
-COLLECTIVES = tuple(_TRAFFIC)
-RINGS = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
-"""Collectives in which a rank sends to its neighbour alone; in the others, and in single messages, to any rank."""
+COLLECTIVES = KINDS
 
-
-def traffic(kind: str, group_size: int) -> tuple[float, int]:
-    """What one rank sends, as a share of the whole tensor, and the messages that takes. Raises KeyError: no such kind.
-
-    The whole tensor: what `collective_seconds` takes as `nbytes`.
-    """
-    return _TRAFFIC[kind](group_size)
+Route = tuple[tuple[Phase, Link], ...]
+"""Phases of a collective one after another, each with the slowest link that it crosses."""
 
 
 def p2p_seconds(nbytes: float, link: Link, messages: int = 1) -> float:
@@ -52,12 +51,47 @@ def collective_seconds(kind: str, nbytes: float, group_size: int, link: Link) ->
     Raises:
         ValueError: the kind is unknown.
     """
-    if kind not in _TRAFFIC:
+    if kind not in KINDS:
         raise ValueError(f"collective {kind!r} is unknown; use one of {', '.join(COLLECTIVES)}")
     if group_size <= 1:
         return 0.0
-    share, messages = _TRAFFIC[kind](group_size)
-    return exchange_seconds(nbytes * share, link, messages)
+    ways = _possible(kind, link, group_size)
+    return min(route_seconds(tuple((phase, link) for phase in way), nbytes) for way in ways)
+
+
+def route_seconds(route: Route, nbytes: float) -> float:
+    """Seconds of a collective that goes so. `nbytes`: as in `collective_seconds`."""
+    return sum(_reached_seconds(phase.kind, phase.share * nbytes, link, phase.messages) for phase, link in route)
+
+
+def _reached_seconds(kind: str, nbytes: float, link: Link, messages: int) -> float:
+    """Seconds in which each rank of a collective sends `nbytes`, at the rate that this kind reaches on the link."""
+    return exchange_seconds(nbytes / link.reached(kind, nbytes) if link.efficiency else nbytes, link, messages)
+
+
+def routes(cluster: Cluster, kind: str, groups: Sequence[Group]) -> tuple[Route, ...]:
+    """The ways in which a collective may go in groups of one size that communicate at the same time."""
+    whole, unit = cluster.slowest(groups), unit_of(cluster, groups)
+    parts = [parts_of(group, unit) for group in groups]
+    even = len({len(part) for each in parts for part in each}) == 1
+    links = {
+        among: cluster.slowest([each for group in groups for each in members(group, among, unit)])
+        for among in ((WHOLE, INSIDE, BETWEEN) if even else (WHOLE,))
+    }
+    ways = _possible(kind, whole, len(groups[0]), len(parts[0]) if even else 1)
+    return tuple(tuple((phase, links[phase.among]) for phase in way) for way in ways)
+
+
+def _possible(kind: str, link: Link, group_size: int, parts: int = 1) -> list[tuple[Phase, ...]]:
+    """Phases by each algorithm of the link that can do it; a ring where there is none."""
+    ways = [phases(kind, algorithm, group_size, parts) for algorithm in link.algorithms]
+    return [way for way in ways if way] or [phases(kind, RING, group_size)]
+
+
+def unit_of(cluster: Cluster, groups: Sequence[Group]) -> int:
+    """Ranks of a host, or whatever the outermost level that the groups cross joins."""
+    crossed = cluster.crossed(groups)
+    return (cluster.levels[crossed - 1][0] or 1) if crossed else 1
 
 
 def temporal_seconds(
@@ -99,6 +133,9 @@ class LinkCost:
     cluster: Cluster
     mesh: Mesh
     _links: dict[tuple[tuple[str, ...], int], Link] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _routes: dict[tuple[str, tuple[str, ...]], tuple[Route, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         self.cluster.check_mesh(self.mesh)
@@ -137,15 +174,28 @@ class LinkCost:
         Raises:
             ValueError: unknown kind or axis.
         """
-        if kind != "p2p" and kind not in _TRAFFIC:
+        if kind != "p2p" and kind not in KINDS:
             raise ValueError(f"communication {kind!r} is unknown; use one of p2p, {', '.join(COLLECTIVES)}")
         if group_size <= 1:
             return 0.0
-        seconds = p2p_seconds if kind == "p2p" else exchange_seconds
         link = self.link(axes, group_size if kind in RINGS else 1)
+        if kind in RINGS and link.algorithms != (RING,):
+            return self._cheapest(kind, group_size, nbytes / traffic(kind, group_size)[0], axes, link)
         if mean is None or mean == nbytes:
-            return seconds(nbytes, link, messages)
-        return max(seconds(nbytes, self._alone(axes), messages), seconds(mean, link, messages))
+            return _seconds(kind, nbytes, link, messages)
+        return max(_seconds(kind, nbytes, self._alone(axes), messages), _seconds(kind, mean, link, messages))
+
+    def _cheapest(self, kind: str, group_size: int, nbytes: float, axes: tuple[str, ...], link: Link) -> float:
+        """Seconds by the cheapest algorithm. `nbytes`: of the whole tensor.
+
+        Where a group of skewed forms lies in its hosts is not known here: it is taken not to tell them apart.
+        """
+        if group_size < math.prod(self.mesh.size[axis] for axis in axes):
+            return collective_seconds(kind, nbytes, group_size, link)
+        ways = self._routes.get((kind, axes))
+        if ways is None:
+            ways = self._routes[kind, axes] = routes(self.cluster, kind, groups_along(axes, self.mesh))
+        return min(route_seconds(way, nbytes) for way in ways)
 
     def _alone(self, axes: tuple[str, ...]) -> Link:
         """Slowest link that the axes cross, as a rank has it while no other one uses it."""
@@ -153,3 +203,7 @@ class LinkCost:
         if link is None:
             link = self._links[axes, 0] = self.cluster.link_for(axes, self.mesh, alone=True)
         return link
+
+
+def _seconds(kind: str, nbytes: float, link: Link, messages: int) -> float:
+    return p2p_seconds(nbytes, link, messages) if kind == "p2p" else _reached_seconds(kind, nbytes, link, messages)

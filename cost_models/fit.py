@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from stpart_compiler.cost_models.cluster import Curve, Link
-from stpart_compiler.cost_models.communication import traffic
+from stpart_compiler.cost_models.cluster import Link
+from stpart_compiler.cost_models.collectives import traffic
+from stpart_compiler.cost_models.curve import Curve
 
 P2P = "p2p"
 
@@ -38,9 +39,14 @@ class Transfer:
         return float(messages), share * self.nbytes * (1 if full_duplex else 2)
 
     def predicted(self, link: Link) -> float:
-        """Seconds by the cost model."""
+        """Seconds by the cost model, of a ring."""
         messages, nbytes = self.terms(link.full_duplex)
-        return messages * link.latency + nbytes / link.bandwidth
+        return messages * link.latency + nbytes / (link.bandwidth * link.reached(self.kind, self.sent))
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one rank sends."""
+        return self.nbytes * (1.0 if self.kind == P2P else traffic(self.kind, self.ranks)[0])
 
 
 def fit_link(transfers: Sequence[Transfer]) -> Link:
@@ -52,6 +58,27 @@ def fit_link(transfers: Sequence[Transfer]) -> Link:
     if len(transfers) < 2:
         raise ValueError(f"fit_link: got {len(transfers)} transfers; a latency and a bandwidth need at least two")
     return min((_fitted(transfers, duplex) for duplex in (True, False)), key=lambda link: error_of(transfers, link))
+
+
+def fit_efficiency(transfers: Sequence[Transfer], link: Link) -> tuple[tuple[str, Curve], ...]:
+    """Per kind of these collectives, the part of the link's bandwidth that it reached, by bytes that one rank sends.
+
+    Sizes at which latency is most of the time say nothing of that and are left out. Where more bytes took less time
+    than fewer, they count as having taken as long; what was faster than the link has its bandwidth.
+    """
+    found: list[tuple[str, Curve]] = []
+    for kind in dict.fromkeys(x.kind for x in transfers):
+        points: list[tuple[float, float]] = []
+        taken = 0.0
+        for x in sorted((x for x in transfers if x.kind == kind), key=lambda x: x.sent):
+            messages, nbytes = x.terms(link.full_duplex)
+            moving = x.seconds - messages * link.latency
+            if moving > x.seconds / 2:
+                taken = max(taken, moving, nbytes / link.bandwidth)
+                points.append((x.sent, nbytes / link.bandwidth / taken))
+        if points:
+            found.append((kind, rounded_curve(tuple(points))))
+    return tuple(found)
 
 
 def error_of(transfers: Sequence[Transfer], link: Link) -> float:

@@ -2,8 +2,9 @@
 
 Each rank runs its instructions one after another. Compute takes the time of the cost model on the shapes of that rank.
 A transfer starts once both of its ends, or all members of its collective, have come to it; it does not hold up its
-ranks until they wait for it, but for what it takes from the compute beside it (`Hidden`). Collectives are rings: each
-member sends to the next what `communication.traffic` says; in an all-to-all each sends to all others. On accelerators,
+ranks until they wait for it, but for what it takes from the compute beside it (`Hidden`). A collective goes by the
+algorithm that is cheapest for its group alone, phase by phase; in each, a member sends to the next one of a ring, in an
+all-to-all to all others. What it does not reach of a link's bandwidth is sent as so many more bytes. On accelerators,
 whose collective library keeps one queue per group of ranks, a rank's exchanges of one channel follow one another, and
 so do its collectives in one group of one channel. Backward starts on a rank when its forward is done.
 
@@ -18,8 +19,9 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import NamedTuple
 
-from stpart_compiler.cost_models.cluster import Cluster, Link
-from stpart_compiler.cost_models.communication import traffic
+from stpart_compiler.cost_models.cluster import Cluster
+from stpart_compiler.cost_models.collectives import Group, members
+from stpart_compiler.cost_models.communication import Route, route_seconds, routes, unit_of
 from stpart_compiler.cost_models.compute import copy_seconds
 from stpart_compiler.cost_models.instructions import InstructionCost
 from stpart_compiler.cost_models.network import Clock, Flow, Network
@@ -142,6 +144,18 @@ class _Joined(NamedTuple):
     operations: list[_Operation]
 
 
+class _Collective:
+    """A collective under way: its phases that are `left`, and what one rank sends in all of them (`share`)."""
+
+    def __init__(self, began: float, group: Group, nbytes: float, route: Route, joined: _Joined) -> None:
+        self.began = began
+        self.group = group
+        self.nbytes = nbytes
+        self.left = deque(route)
+        self.share = sum(phase.share for phase, _ in route)
+        self.joined = joined
+
+
 class _Simulation:
     def __init__(self, steps: Sequence[Sequence[StepPhase]], cluster: Cluster) -> None:
         self.cluster = cluster
@@ -156,7 +170,7 @@ class _Simulation:
         self.offered: dict[tuple[int, int, int, int], tuple[_Operation, _End]] = {}
         self.joined: dict[tuple[tuple[int, ...], int, int], _Joined] = {}
         self.queues: dict[tuple[object, ...], deque[_Operation]] = {}
-        self.slowest: dict[tuple[int, ...], Link] = {}
+        self.routes: dict[tuple[str, Group], tuple[Route, ...]] = {}
 
     def run(self) -> Simulation:
         for rank in self.ranks:
@@ -288,35 +302,45 @@ class _Simulation:
         if len(joined.ends) < len(group):
             return
         del self.joined[group, instr.channel, instr.tag]
-        share, messages = traffic(_kind(instr), len(group))
-        link = self._slowest(group)
-        pairs = list(permutations(group, 2)) if _kind(instr) == "all_to_all" else _neighbours(group)
-        left = len(pairs)
+        ways = self._routes(_kind(instr), group)
+        route = min(ways, key=lambda way: route_seconds(way, end.nbytes))
+        self._send_phase(now, _Collective(now, group, end.nbytes, route, joined))
+
+    def _send_phase(self, now: float, collective: _Collective) -> None:
+        """The next phase of a collective, after the last message of the one before."""
+        if not collective.left:
+            self._collected(now, collective)
+            return
+        phase, link = collective.left.popleft()
+        groups = members(collective.group, phase.among, unit_of(self.cluster, [collective.group]))
+        all_pairs = phase.kind == "all_to_all"
+        pairs = [pair for each in groups for pair in (permutations(each, 2) if all_pairs else _neighbours(each))]
+        moved = phase.share * collective.nbytes * len(collective.group) / len(pairs)
+        under_way = len(pairs)
 
         def done(then: float, flow: Flow) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                self._collected(now, then, share, joined)
+            nonlocal under_way
+            under_way -= 1
+            if not under_way:
+                self._send_phase(then, collective)
 
-        nbytes = share * end.nbytes * len(group) / len(pairs)
+        nbytes = moved / link.reached(phase.kind, phase.share * collective.nbytes)
         for one, two in pairs:
-            self.network.send_at(now + messages * link.latency, Flow(one, two, nbytes, done))
+            self.network.send_at(now + phase.messages * link.latency, Flow(one, two, nbytes, done))
 
-    def _collected(self, began: float, now: float, share: float, joined: _Joined) -> None:
-        for operation in joined.operations:
+    def _collected(self, now: float, collective: _Collective) -> None:
+        for operation in collective.joined.operations:
             end, number = operation.ends[0], operation.rank.number
-            peers = tuple(rank for rank in joined.ends if rank != number)
-            moved = share * end.nbytes
-            end.began = began
-            operation.rank.intervals.append(Interval(began, now, COLLECTIVE, end.instr, peers, moved))
+            peers = tuple(rank for rank in collective.joined.ends if rank != number)
+            moved = collective.share * end.nbytes
+            end.began = collective.began
+            operation.rank.intervals.append(Interval(end.began, now, COLLECTIVE, end.instr, peers, moved))
             self._finish(now, operation, end)
 
-    def _slowest(self, group: tuple[int, ...]) -> Link:
-        if group not in self.slowest:
-            links = [self.cluster.levels[self.cluster.level_between(one, two)][1] for one, two in _neighbours(group)]
-            self.slowest[group] = min(links, key=lambda link: (link.bandwidth, -link.latency))
-        return self.slowest[group]
+    def _routes(self, kind: str, group: Group) -> tuple[Route, ...]:
+        if (kind, group) not in self.routes:
+            self.routes[kind, group] = routes(self.cluster, kind, [group])
+        return self.routes[kind, group]
 
     def _finish(self, now: float, operation: _Operation, end: _End) -> None:
         """An end is done: its rank may go on, and the next operation of its queue may begin."""

@@ -69,6 +69,18 @@ class Table:
             self._fail(key, expected, value)
         return tuple((float(x), float(y)) for x, y in value)
 
+    def curves(self) -> tuple[tuple[str, tuple[tuple[float, float], ...]], ...]:
+        """All entries of this table, each a list of pairs of numbers."""
+        return tuple((key, self.points(key)) for key in self.data)
+
+    def optional_strings(self, key: str) -> tuple[str, ...] | None:
+        """A list of strings, or None if the key is absent."""
+        self.used.add(key)
+        value = self.data.get(key)
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            self._fail(key, "a list of strings", value)
+        return None if value is None else tuple(value)
+
     def numbers(self) -> tuple[tuple[str, float], ...]:
         """All entries of this table, each a number."""
         return tuple((key, self.number(key)) for key in self.data)
@@ -79,6 +91,7 @@ class Table:
 
     def optional_table(self, key: str) -> Table:
         """A table, empty if the key is absent."""
+        self.used.add(key)
         return self.table(key) if key in self.data else self._child(key, {})
 
     def table(self, key: str) -> Table:

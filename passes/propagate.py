@@ -333,7 +333,7 @@ def _factor_parts(rule: OpRule, known: tuple[TensorCuts, ...]) -> dict[int, tupl
 
 
 def _mark_movable(ops: list[OpNode], values: dict[ValueKey, ValueInfo]) -> None:
-    """Factors that may be cut: of user data, every atom; of features, only the major atom of a dim; stripes.
+    """Factors that may be cut: of user data, every atom; of features, only the major one of a dim; stripes.
 
     A minor feature atom (the size of a head) is whole in attention; cutting it elsewhere only multiplies the search.
     """
@@ -350,7 +350,7 @@ def _movable(rule: OpRule, tokens: frozenset[int]) -> frozenset[int]:
         f
         for tensor in _tensors(rule)
         for factors in tensor
-        for f in [f for f in factors if rule.factors[f].size > 1][1:]
+        for f in [f for f in factors if rule.factors[f].size > 1 and f not in tokens][1:]
     }
     return frozenset(f for f in rule.cuttable if f in tokens or f not in minor)
 

@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,7 +22,16 @@ import torch.distributed as dist
 
 from stpart_compiler.cost_models.cluster import Cluster, Device, Hidden, Link
 from stpart_compiler.cost_models.cluster_text import to_toml
-from stpart_compiler.cost_models.fit import P2P, Transfer, fit_curve, fit_link, residuals, rounded, rounded_curve
+from stpart_compiler.cost_models.fit import (
+    P2P,
+    Transfer,
+    fit_curve,
+    fit_efficiency,
+    fit_link,
+    residuals,
+    rounded,
+    rounded_curve,
+)
 from stpart_compiler.ir.program import COLLECTIVE_CHANNEL
 from stpart_compiler.progress import progress_lines
 from stpart_compiler.runtime.engine import Engine, online_engine
@@ -240,13 +249,11 @@ def _levels(bench: Bench, note: Say) -> tuple[tuple[int | None, Link], ...]:
     one_host = inside == bench.ranks
     within = bench.transfers(1) if inside > 1 else []
     levels: list[tuple[int | None, Link]] = []
-    if one_host:
-        within += bench.collectives()
-        levels.append((None, _link("links in a host", within, note)))
-    else:
-        if within:
-            levels.append((inside, _link("links in a host", within, note)))
-        levels.append((None, _link("links between hosts", bench.transfers(inside), note)))
+    if within:
+        together = bench.collectives() if one_host else []  # a group of all ranks tells of the outermost level alone
+        levels.append((None if one_host else inside, _link("links in a host", within, together, note)))
+    if not one_host:
+        levels.append((None, _link("links between hosts", bench.transfers(inside), [], note)))
     return tuple(levels)
 
 
@@ -256,12 +263,15 @@ def _hidden(bench: Bench, note: Say) -> Hidden:
     return hidden
 
 
-def _link(what: str, transfers: Sequence[Transfer], note: Say) -> Link:
-    link = fit_link(transfers)
+def _link(what: str, messages: Sequence[Transfer], collectives: Sequence[Transfer], note: Say) -> Link:
+    """A link with latency and bandwidth of messages, and the parts of it that collectives reach."""
+    fitted = fit_link(messages)
+    link = Link(rounded(fitted.latency), rounded(fitted.bandwidth), fitted.full_duplex)
+    link = replace(link, efficiency=fit_efficiency(collectives, link))
     duplex = "full" if link.full_duplex else "half"
-    off = ", ".join(f"{kind} {_off(error)}" for kind, error in residuals(transfers, link).items())
+    off = ", ".join(f"{kind} {_off(error)}" for kind, error in residuals([*messages, *collectives], link).items())
     note(f"{what}: {link.latency * 1e6:.0f} us, {link.bandwidth / 1e9:.2f} GB/s, {duplex} duplex; {off}")
-    return Link(rounded(link.latency), rounded(link.bandwidth), link.full_duplex)
+    return link
 
 
 def _off(error: float) -> str:

@@ -114,7 +114,11 @@ def test_missing_file_is_named(tmp_path: Path):
         ("full_duplex = false", "full_duplex = 1", r"key 'links\[0\]\.full_duplex': expected true or false, got 1"),
         ("ranks = 4", "ranks = 4.5", r"key 'links\[0\]\.ranks': expected a positive integer, got 4\.5"),
         ("latency = 1e-5", "latency = -1.0", r"f\.toml: key 'links\[0\]': link: latency is -1\.0"),
-        ("latency = 1e-5", "latency = 1e-5\nlag = 2", r"key 'links\[0\]\.lag' is unknown; known here: bandwidth, full"),
+        (
+            "latency = 1e-5",
+            "latency = 1e-5\nlag = 2",
+            r"key 'links\[0\]\.lag' is unknown; known here: algorithms, b",
+        ),
         ("[[links]]", "[links]", r"key 'links': expected tables, each headed \[\[links\]\]"),
         ("[1e9, 0.9]", "[1e9]", r"key 'device\.matmul_efficiency': expected a list of \[number, number\]"),
         ("[1e9, 0.9]", "[1e9, 1.9]", r"expected FLOPs >= 1 and an efficiency in \(0, 1\]"),
@@ -221,6 +225,56 @@ def test_ranks_on_one_link_must_divide_those_it_joins():
         parse_cluster(GOOD + "[hidden]\nrings = 0.5\n", "mine.toml")
     with pytest.raises(ValueError, match=r"mine.toml: key 'links\[0\].shared_by': expected a positive integer, got 0"):
         parse_cluster(GOOD + "shared_by = 0\n", "mine.toml")
+
+
+COLLECTIVES = """
+algorithms = ["ring", "tree"]
+[links.efficiency]
+all_reduce = [[1e6, 0.2], [1e9, 0.8]]
+all_gather = [[1e6, 0.5]]
+"""
+
+
+def test_a_link_says_how_its_collectives_go():
+    cluster = parse_cluster(GOOD + COLLECTIVES, "mine.toml")
+    ((_, link),) = cluster.levels
+    assert link.algorithms == ("ring", "tree")
+    sizes = (1.0, 1e6, 10**7.5, 1e9, 1e12)
+    assert [link.reached("all_reduce", nbytes) for nbytes in sizes] == pytest.approx([0.2, 0.2, 0.4, 0.8, 0.8])
+    assert (link.reached("all_gather", 1e9), link.reached("all_to_all", 1e9)) == (0.5, 1.0)
+    assert parse_cluster(to_toml(cluster), "mine.toml") == cluster
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            '"tree"',
+            '"star"',
+            r"key 'links\[0\]': link: algorithms is \['ring', 'star'\]; expected one or more of ",
+        ),
+        ('"ring", "tree"', "", r"link: algorithms is \[\]; expected one or more of ring, tree, hierarchical"),
+        ('["ring", "tree"]', '"tree"', r"key 'links\[0\].algorithms': expected a list of strings, got 'tree'"),
+        (
+            '"tree"',
+            '"hierarchical"',
+            r"links\[0\] has the algorithm 'hierarchical', but no level of links ",
+        ),
+        ("all_gather", "exchange", r"link: efficiency.exchange is no collective; use one of all_reduce, all_gather, "),
+        ("[1e9, 0.8]", "[1e9, 1.8]", r"link: efficiency.all_reduce has .*; expected bytes >= 1 and an efficiency in"),
+        (
+            "[1e6, 0.5]",
+            "[1e6, 0.5], [1.1e6, 0.9]",
+            r"efficiency.all_gather: from .* bytes the time would fall",
+        ),
+        ("[[1e6, 0.5]]", "0.5", r"key 'links\[0\].efficiency.all_gather': expected a list of \[number, number\]"),
+    ],
+)
+def test_collectives_that_cannot_be_are_refused(old, new, message):
+    assert COLLECTIVES.count(old) == 1
+    with pytest.raises(ValueError, match=message) as error:
+        parse_cluster(GOOD + COLLECTIVES.replace(old, new), "f.toml")
+    assert str(error.value).startswith("f.toml: ")
 
 
 def test_sources_are_of_figures_that_there_are():

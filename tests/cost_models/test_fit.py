@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from stpart_compiler.cost_models.cluster import Link, load_cluster, parse_cluster, presets
 from stpart_compiler.cost_models.cluster_text import to_toml
 from stpart_compiler.cost_models.communication import collective_seconds, p2p_seconds
-from stpart_compiler.cost_models.fit import Transfer, fit_curve, fit_link, residuals, rounded, rounded_curve
+from stpart_compiler.cost_models.fit import (
+    Transfer,
+    fit_curve,
+    fit_efficiency,
+    fit_link,
+    residuals,
+    rounded,
+    rounded_curve,
+)
 
 SIZES = (1e3, 1e4, 1e5, 1e6, 1e7)
 
@@ -36,6 +44,32 @@ def test_noise_stays_in_the_residuals():
     assert all(0 < error < 0.15 for error in residuals(measured(link, 0.1), found).values())
     with pytest.raises(ValueError, match="got 1 transfers; a latency and a bandwidth need at least two"):
         fit_link(measured(link)[:1])
+
+
+@pytest.mark.parametrize("full_duplex", [True, False])
+def test_what_collectives_reach_of_a_link_is_found_again(full_duplex):
+    """Of four ranks, whose all-gather sends three quarters; the smallest is all latency and tells nothing."""
+    curve = ((7.5e4, 0.2), (7.5e5, 0.3), (7.5e6, 0.4))
+    bare = Link(1e-4, 1e9, full_duplex)
+    link = replace(bare, efficiency=(("all_gather", curve), ("all_to_all", ((1.0, 0.5),))))
+    times = [Transfer(kind, n, 4, collective_seconds(kind, n, 4, link)) for kind, _ in link.efficiency for n in SIZES]
+    (_, gathers), (_, exchanges) = fit_efficiency(times, bare)
+    assert gathers[-2:] == curve[1:]
+    assert [share for _, share in exchanges] == [0.5] * len(exchanges) and len(exchanges) < len(SIZES)
+    found = replace(bare, efficiency=(("all_gather", gathers), ("all_to_all", exchanges)))
+    assert max(residuals(times, found).values()) < 0.01 < max(residuals(times, bare).values())
+
+
+def test_collectives_faster_than_messages_or_out_of_order_make_a_curve_all_the_same():
+    link = Link(1e-6, 1e9)
+    times = [
+        Transfer("all_reduce", 1e6, 2, 1e-4),
+        Transfer("all_reduce", 2e6, 2, 4e-3),
+        Transfer("all_reduce", 4e6, 2, 1e-3),
+    ]
+    assert fit_efficiency(times, link) == (("all_reduce", ((1e6, 1.0), (2e6, 0.5003), (4e6, 1.0))),)
+    Link(1e-6, 1e9, efficiency=fit_efficiency(times, link))  # which refuses curves by which time falls
+    assert fit_efficiency([Transfer("all_reduce", 1.0, 2, 2e-6)], link) == ()
 
 
 def test_a_link_has_no_negative_latency():

@@ -1,4 +1,4 @@
-"""Templates async_tp and summa: what linear layers send, and gradients against one device, uneven sizes included."""
+"""Tensor parallel templates: what linear layers and attention send, and gradients against one device."""
 
 from __future__ import annotations
 
@@ -126,6 +126,43 @@ def test_summa_reduces_only_the_loss() -> None:
         kinds = Counter(instr.target.__name__.split(".")[0] for instr in collectives)
         assert kinds.keys() == {"all_gather", "reduce_scatter"}
         assert all(len(instr.group) == 2 for instr in collectives)
+
+
+class Attention(nn.Module):
+    """x [batch, sequence, 4 * heads], written out: batch and heads are one dim of its products, as in Bloom."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(4 * heads, 4 * heads, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        each = (layer(x).view(batch, length, self.heads, 4) for layer in (self.q, self.k, self.v))
+        q, k, v = (y.transpose(1, 2).reshape(batch * self.heads, length, 4) for y in each)
+        mixed = torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)), -1), v)
+        return self.out(mixed.view(batch, self.heads, length, 4).transpose(1, 2).reshape(batch, length, width))
+
+
+def test_megatron_cuts_heads_that_share_a_dim_with_the_batch() -> None:
+    """Products of attention then send nothing: no sum of scores over parts of a head."""
+    torch.manual_seed(0)
+    model, x = Attention(3).double(), torch.randn(4, 5, 12, dtype=torch.float64)
+    loss_fn = lambda y: y.square().sum()  # noqa: E731
+    options = {"mesh": (2, 3), "template": "megatron", "cluster": CLUSTER, "solver": SOLVER}
+    compiled = st.compile_model(model, (x,), loss_fn=loss_fn, **options)
+    graph, _ = compiled._annotated()
+    products = {op.name for op in graph.ops if "bmm" in str(op.call.target)}
+    assert len(products) == 6
+    for name in products:
+        assert sorted(len(digits) for digits in compiled.plan.strategies[name].digits) == [0, 0, 0, 1, 1]
+    bodies = [instr for artifact in compiled.artifacts for instr in (*artifact.forward.body, *artifact.backward.body)]
+    assert not products & {instr.origin.node for instr in bodies if instr.kind in ("exchange", "collective")}
+    result, loss = lockstep_step(compiled, (x,), {}), loss_fn(model(x))
+    loss.backward()
+    assert abs(result.loss - loss) <= 1e-10 * abs(loss)
+    for name, param in model.named_parameters():
+        assert (result.grads[name] - param.grad).norm() <= 1e-10 * param.grad.norm(), name
 
 
 def test_summa_needs_two_axes() -> None:

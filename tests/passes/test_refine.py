@@ -16,6 +16,7 @@ import stpart_compiler as st
 from stpart_compiler.capture import capture
 from stpart_compiler.compile import annotate
 from stpart_compiler.cost_models.cluster import Cluster, Link, load_cluster
+from stpart_compiler.cost_models.collectives import ALGORITHMS
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.passes.floors import FloorPrices
 from stpart_compiler.passes.narrow import only_choices
@@ -29,6 +30,14 @@ from stpart_compiler.passes.strategies import space_on
 from stpart_compiler.passes.uses import Prices
 
 HOSTS = replace(load_cluster("v100-32gb-8x4"), name="hosts")
+ANY = replace(
+    HOSTS,
+    name="any algorithm",
+    levels=tuple(
+        (ranks, replace(link, algorithms=ALGORITHMS[: 2 + level], efficiency=(("all_gather", ((1.0, 0.9),)),)))
+        for level, (ranks, link) in enumerate(HOSTS.levels)
+    ),
+)
 SOLVER = SolverOptions(gap=0.0, time_limit_s=20, patience_s=20)
 
 
@@ -83,7 +92,7 @@ def test_the_optimum_is_that_of_all_assignments(seed: int) -> None:
         Solve(SOLVER, least - 1).apply(problem)
 
 
-@pytest.mark.parametrize("cluster", [CLUSTER, HOSTS], ids=lambda cluster: cluster.name)
+@pytest.mark.parametrize("cluster", [CLUSTER, HOSTS, ANY], ids=lambda cluster: cluster.name)
 def test_no_re_layout_is_cheaper_than_its_floor(cluster: Cluster) -> None:
     whole = space(parse_mesh((2, 2, 2)), cluster)
     floors, exact = FloorPrices(whole), Prices(whole)

@@ -35,6 +35,7 @@ def test_local_ranks_fit_a_link_and_report_residuals(
     cluster = load_cluster(path)
     link = cluster.link_for(("d",), Mesh(("d",), (2,)))
     assert 0 <= link.latency < 1 and link.bandwidth > 1e3
+    assert {kind for kind, _ in link.efficiency} <= set(calibrate.COLLECTIVES)
     for kind in ("p2p", "exchange", *calibrate.COLLECTIVES):
         assert f"{kind} off by " in path.read_text()
     assert "links in a host: " in capfd.readouterr().err
