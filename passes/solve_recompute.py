@@ -100,6 +100,8 @@ class SolveRecompute:
         starts = [search.nearest(bound), search.nearest(search.bound(hint, TIGHTER))]
         for start in search.best_starts([*starts, first.choice if first else search.leanest(problem)]):
             search.near(start)
+        if not search.found:
+            search.those_known()
         search.leaner()
         search.together(bound)
         return search.best(bound)
@@ -228,7 +230,10 @@ class _Search:
         return bool(self.sets.suiting) and self.sets.spent_s >= self.options.time_limit_s
 
     def those_known(self) -> None:
-        """Solve with the set that was best under the last limit, and with the one with which least is needed."""
+        """Solve with the set that was best under the last limit, and with the one with which least is needed.
+
+        So what was named as the least under one limit is found again under another one.
+        """
         problems = self.sets.problems
         leanest = min(problems, key=lambda again: memory_bytes(problems[again], self.leanest(problems[again])))
         for again in (self.sets.last_best, leanest):

@@ -254,6 +254,16 @@ def test_as_lean_as_checkpoints() -> None:
     assert least(checkpointed=False) <= 1.01 * least(checkpointed=True)
 
 
+def test_the_least_that_is_named_is_found_again() -> None:
+    """Under that limit, by a pass that shares what was worked out under the one that was too small."""
+    maker = MakePlan(Costs(load_cluster(CLUSTER), parse_mesh(4)), SOLVER, 1)
+    graph = decoder(checkpointed=False).of("all")
+    with pytest.raises(InfeasibleError) as short:
+        maker.apply(graph)
+    plan = replace(maker, memory_limit=short.value.least).apply(graph)
+    assert plan.memory["solver estimate"] <= short.value.least
+
+
 def test_sets_tried() -> None:
     """The quick way to bytes and seconds of one assignment agrees with the problem of the same set."""
     graph = decoder(checkpointed=False).of("all")
