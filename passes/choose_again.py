@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from stpart_compiler.passes import recompute
 from stpart_compiler.passes.peak import TrySets, only_chosen
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, memory_bytes
 from stpart_compiler.passes.recompute import FindCuts, MayAgain
@@ -50,7 +51,12 @@ def runs_again(space: Space, choice: Assignment, optional: frozenset[int]) -> fr
 
 def may_again(space: Space, options: SolverOptions) -> MayAgain:
     """What may run again, and what the user wants to."""
-    return MayAgain(space.graph, options.marked(space.graph))
+    return recompute.may_again(space.graph, options.marked(space.graph))
+
+
+def names_again(may: MayAgain, space: Space, choice: Assignment, optional: frozenset[int]) -> Names:
+    """The ops that really run again where the `optional` op classes do as an assignment says."""
+    return may.names(may.needed(runs_again(space, choice, optional)))
 
 
 @dataclass(frozen=True)
@@ -78,13 +84,17 @@ class Suiting:
     @cached_property
     def most(self) -> frozenset[int]:
         """What runs again where no more than the best of the cuts is saved."""
-        return self.may.all_but(min(self.cuts, key=self._bytes)) if self.cuts else frozenset()
+        return self.may.all_but(self._best_cut) if self.cuts else frozenset()
+
+    @cached_property
+    def _best_cut(self) -> frozenset[int]:
+        return min(self.cuts, key=self._bytes)
 
     @cached_property
     def problem(self) -> Problem:
         """That of the sets alone: every other root has one choice."""
         optional = self.most - self.may.always
-        build = BuildProblem(self.options, again=self.may.names(self.most), optional=optional)
+        build = BuildProblem(self.options, again=self.all_but_a_cut, optional=optional)
         return build.apply(only_chosen(self.space, self.choice))
 
     @cached_property
@@ -96,7 +106,7 @@ class Suiting:
     def leanest(self) -> Names:
         """The ops to run again with which the placements need least, of those found."""
         chosen = find_leaner(self.problem, self._all_again(), replace(self.options, time_limit_s=SET_S))
-        starts = [min(self.cuts, key=self._bytes), self.cuts[-1]] if self.cuts else []
+        starts = [self._best_cut, self.cuts[-1]] if self.cuts else []
         sets = [self.may.names(self.may.all_but(self._leaner(cut))) for cut in starts]
         return min([*sets, self._names(chosen)], key=lambda again: self.trial.at(again).nbytes)
 
@@ -123,8 +133,8 @@ class Suiting:
     def _within(self, limit: int) -> Names | None:
         options = replace(self.options, gap=SET_GAP, time_limit_s=SET_S)
         room = limit
+        hint = self._all_again()
         for _ in range(ROOM_ROUNDS):
-            hint = self._all_again()
             if memory_bytes(self.problem, hint) > room:
                 break
             chosen = SolveFew(options, room).apply(self.problem, hint)
@@ -143,7 +153,7 @@ class Suiting:
         return with_flags(self.space, placed, optional, optional)
 
     def _names(self, choice: Assignment) -> Names:
-        return self.may.names(self.may.needed(runs_again(self.space, choice, self.problem.optional)))
+        return names_again(self.may, self.space, choice, self.problem.optional)
 
 
 def together(

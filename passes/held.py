@@ -74,9 +74,12 @@ class Demand:
     def when_sides(self) -> list[Side]:
         return [Side(root, np.arange(2)) for root, _ in self.when]
 
+    @property
+    def sides(self) -> list[Side]:
+        return [self.source, self.target, *self.when_sides]
+
     def roots(self) -> set[int]:
-        own = {side.root for side in (self.source, self.target) if side.root is not None}
-        return own | {root for root, _ in self.when}
+        return {side.root for side in self.sides if side.root is not None}
 
     def along(self, root: int | None, size: int) -> Index:
         """Number of the layout per choice of the only root that it depends on."""
@@ -93,6 +96,10 @@ class Mixed:
 
     def roots(self) -> set[int]:
         return set().union(*(demand.roots() for demand in self.demands))
+
+    def single(self) -> list[Demand]:
+        """Those that hold something whatever runs again, in a layout that one root chooses."""
+        return [demand for demand in self.demands if len(demand.roots()) == 1 and not demand.when]
 
     def add(self, total: Bytes, choice: Assignment, sizes: Sequence[int], sign: int = 1) -> None:
         """Add what is held under a choice to the bytes at each point."""
@@ -190,9 +197,7 @@ class Memory:
         """Choices of a root that are alike for a value: the first of each kind, and all."""
         key = (id(mixed), root)
         if key not in self._known:
-            first, kind = _kinds(
-                [side.index for d in mixed.demands for side in (d.source, d.target, *d.when_sides) if side.root == root]
-            )
+            first, kind = _kinds([side.index for d in mixed.demands for side in d.sides if side.root == root])
             self._known[key] = [(int(one), np.flatnonzero(kind == number)) for number, one in enumerate(first)]
         return self._known[key]
 
@@ -204,7 +209,7 @@ class Memory:
         """Tables beside `constant` whose sum no assignment holds less than: of each mixed value one claim."""
         found = dict(self.tables)
         for mixed in self.mixed:
-            single = [demand for demand in mixed.demands if len(demand.roots()) == 1 and not demand.when]
+            single = mixed.single()
             if not single:
                 continue
             most = np.argmax(np.stack([demand.counts for demand in single]), axis=0)
@@ -219,7 +224,7 @@ class Memory:
         """What is held beside `lower` of values that run again or are saved, as one chooses."""
         found = []
         for mixed in self.mixed:
-            always = [demand.counts for demand in mixed.demands if not demand.when and len(demand.roots()) == 1]
+            always = [demand.counts for demand in mixed.single()]
             anyway = functools.reduce(np.maximum, always, np.zeros(self.points, dtype=np.int64))
             saved = [demand for demand in mixed.demands if [wanted for _, wanted in demand.when] == [0]]
             longest = max(saved, key=lambda demand: int(demand.counts.sum()), default=None)

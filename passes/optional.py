@@ -26,6 +26,7 @@ from stpart_compiler.passes.timeline import (
     Walk,
     When,
     folded,
+    until_given,
     walked_forward,
 )
 
@@ -72,9 +73,7 @@ class _Backward:
     def run(self, spans: Spans) -> None:
         end = 2 * len(self.ops) - 1
         for key, param in self.order.grads:
-            made = self.place.get(key[0], 0)
-            waited = self.ahead.end(made)
-            reads = Reads(2 * made, end if waited is None else 2 * waited, end)
+            reads = Reads(*until_given(self.ahead, self.place.get(key[0], 0), end))
             self._touch(key, (use_of_grad(self.graph, param), ALWAYS), reads)
         begins = self.ahead.begins()
         for t in reversed(range(len(self.ops))):

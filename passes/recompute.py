@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -90,10 +90,9 @@ class MayAgain:
     @cached_property
     def _reads(self) -> dict[int, frozenset[int]]:
         """Classes whose results those that may run again read."""
-        klass_of = self.graph.by_name
         return {
             klass: frozenset(
-                klass_of[name].klass
+                self.graph.by_name[name].klass
                 for op in self.graph.classes[klass]
                 for key in op.operands
                 for name, _ in self.bases(key)
@@ -105,6 +104,12 @@ class MayAgain:
     def _direct(self) -> frozenset[int]:
         """Classes whose results backward itself reads."""
         return frozenset(self.graph.by_name[name].klass for name, _ in orders(self.graph).saved)
+
+
+@lru_cache(maxsize=4)
+def may_again(graph: Annotated, marked: frozenset[str]) -> MayAgain:
+    """What may run again, worked out once per graph."""
+    return MayAgain(graph, marked)
 
 
 @dataclass(frozen=True)

@@ -196,9 +196,7 @@ class SolveFew:
         model.minimize_time()
         model.hint(hint)
         model.add_memory(self.memory_limit, list(range(problem.memory.points)))
-        solver = _solver(self.options, self.options.time_limit_s)
-        found = solver.solve(model.cp) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-        return model.read(solver) if found else None
+        return _solved(model, _solver(self.options, self.options.time_limit_s))
 
 
 def find_leaner(problem: Problem, known: Assignment, options: SolverOptions) -> Assignment:
@@ -208,9 +206,14 @@ def find_leaner(problem: Problem, known: Assignment, options: SolverOptions) -> 
     model.hint(known)
     solver = _solver(options, min(LEAN_S, options.time_limit_s))
     solver.parameters.relative_gap_limit = LEAN_GAP
-    if solver.solve(model.cp) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return known
-    return min(known, model.read(solver), key=lambda choice: memory_bytes(problem, choice))
+    found = _solved(model, solver) or known
+    return min(known, found, key=lambda choice: memory_bytes(problem, choice))
+
+
+def _solved(model: _Model, solver: cp_model.CpSolver) -> Assignment | None:
+    """What CP-SAT finds in its time, if anything."""
+    found = solver.solve(model.cp) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return model.read(solver) if found else None
 
 
 def _solver(options: SolverOptions, limit_s: float) -> cp_model.CpSolver:

@@ -18,7 +18,7 @@ from stpart_compiler.passes.choose_again import (
     Suiting,
     any_set,
     may_again,
-    runs_again,
+    names_again,
     together,
     with_flags,
     without_flags,
@@ -210,7 +210,7 @@ class _Search:
         finally:
             self.sets.spent_s += time.perf_counter() - began
         may = may_again(self.space, self.options)
-        again = may.names(may.needed(runs_again(self.space, chosen, flagged.optional)))
+        again = names_again(may, self.space, chosen, flagged.optional)
         if (again, without_flags(self.space, chosen)) != (problem.again, solution.choice):
             self._solve_again(again, without_flags(self.space, chosen))
 

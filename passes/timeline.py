@@ -196,6 +196,15 @@ class Reads:
         self.start, self.first, self.last = min(self.start, start), min(self.first, first), max(self.last, last)
 
 
+def until_given(ahead: Ahead, made: int, end: int) -> tuple[int, int, int]:
+    """Of a result of a phase that op `made` makes: positions from which it moves, where that ends, and its last.
+
+    `end`: the last position of the phase.
+    """
+    waited = ahead.end(made)
+    return 2 * made, end if waited is None else 2 * waited, end
+
+
 class Walk:
     """Goes through the ops of a phase, from last to first, and notes how long each value is read.
 
@@ -218,9 +227,7 @@ class Walk:
 
     def give(self, key: ValueKey, use: Use) -> None:
         """A result of the phase: its transfer ends some heavy ops after it was made."""
-        made = self.place.get(key[0], 0)
-        waited = self.ahead.end(made)
-        self._touch(key, use, 2 * made, self.end if waited is None else 2 * waited, self.end)
+        self._touch(key, use, *until_given(self.ahead, self.place.get(key[0], 0), self.end))
 
     def keep(self, key: ValueKey) -> None:
         """A value that the next phase reads."""
