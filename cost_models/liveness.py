@@ -16,7 +16,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any
 
-from stpart_compiler.ir.program import Instr, Origin, RankProgram, Value, values_in
+from stpart_compiler.ir.program import Instr, Origin, RankProgram, Value, collective_kind, values_in
 
 LISTED = 10
 """Number of tensors a report lists."""
@@ -169,7 +169,7 @@ def _transfers(instr: Instr) -> Iterator[tuple[int, Value]]:
     for value, message in (*instr.sends, *instr.recvs):
         yield message.tag, value
     if instr.kind == "collective":
-        sums_in_result = str(instr.target) == "stpart.all_reduce.default"
+        sums_in_result = collective_kind(instr) == "all_reduce"
         for value in (*(() if sums_in_result else instr.inputs()), *_made(instr)):
             yield instr.tag, value
 
@@ -182,7 +182,7 @@ def storage_base(instr: Instr) -> Value | None:
     """The input whose storage the results share: of a view its first argument, of an in-place op what it writes."""
     if instr.kind == "view":
         return values_in(instr.args[0])[0]
-    if instr.kind == "compute" and _writes(instr.target).returns_written:
+    if instr.kind in ("compute", "collective") and _writes(instr.target).returns_written:
         return next(iter(written(instr)), None)
     return None
 

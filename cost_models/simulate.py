@@ -36,7 +36,7 @@ from stpart_compiler.cost_models.timeline import (
     RankTimeline,
     Simulation,
 )
-from stpart_compiler.ir.program import Instr
+from stpart_compiler.ir.program import Instr, collective_kind, sums_in_place
 
 
 class DeadlockError(ValueError):
@@ -236,8 +236,8 @@ class _Simulation:
         x = instr.inputs()[0]
         if len(instr.group) == 1 or not x.nbytes:
             return []
-        kind = _kind(instr)
-        if kind == "all_reduce":  # sums in a copy
+        kind = collective_kind(instr)
+        if kind == "all_reduce" and not sums_in_place(instr):  # sums in a copy
             rank.compute(instr, copy_seconds(x.nbytes, self.cluster))
         whole = x.nbytes * (len(instr.group) if kind == "all_gather" else 1)
         end = _End(rank, instr, whole)
@@ -302,7 +302,7 @@ class _Simulation:
         if len(joined.ends) < len(group):
             return
         del self.joined[group, instr.channel, instr.tag]
-        ways = self._routes(_kind(instr), group)
+        ways = self._routes(collective_kind(instr), group)
         route = min(ways, key=lambda way: route_seconds(way, end.nbytes))
         self._send_phase(now, _Collective(now, group, end.nbytes, route, joined))
 
@@ -367,10 +367,6 @@ class _Simulation:
 def _neighbours(group: tuple[int, ...]) -> list[tuple[int, int]]:
     """Each member of a ring with the next one."""
     return list(zip(group, (*group[1:], group[0]), strict=True))
-
-
-def _kind(instr: Instr) -> str:
-    return str(instr.target).split(".")[1]
 
 
 def _queue_of(operation: _Operation) -> tuple[object, ...]:

@@ -33,6 +33,7 @@ from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import bind
 from stpart_compiler.passes.schedule import Need, Phase, Schedule
 from stpart_compiler.passes.slices import Apart, Arriving, Leaving
+from stpart_compiler.passes.sum_in_place import SumInPlace
 from stpart_compiler.passes.temporal import contiguous_copy, emit_temporal, time_slice
 
 aten = torch.ops.aten
@@ -128,7 +129,7 @@ class PhaseEmitter:
         for key, layout in self.phase.outputs:
             self._start(key, layout)
         outputs = [self.fetch(key, layout) for key, layout in self.phase.outputs]
-        return RankProgram(
+        program = RankProgram(
             self.rank,
             self.phase.name,
             inputs,
@@ -137,6 +138,7 @@ class PhaseEmitter:
             self.pending_names,
             gives_sums=self.phase.gives_sums,
         )
+        return SumInPlace().apply(program)
 
     def _input(self, key: ValueKey, layout: Layout) -> Value:
         value = self.builder.value(key[0], local_shape(layout, self.mesh, self.rank), self._dtype(key))

@@ -427,18 +427,21 @@ def own_bytes(
         total += max(0, call.target.peak_bytes(costs.extents(op, strategy)) - sum(blocks))
     if steps == 1:
         return total
+    moving = 0
     for i, (port, operand) in enumerate(zip(derived.inputs, call.operands, strict=True)):
         if port.motion == MOVE:  # the block in use and the one arriving
             copies = min(steps - 1, 2) if (op.klass, i) in lasting else 1
-            total += copies * costs.numel(op, strategy, op.rule.inputs[i], port) * operand.dtype.itemsize
+            moving += copies * costs.numel(op, strategy, op.rule.inputs[i], port) * operand.dtype.itemsize
     time = strategy.time_factor
     if time is not None and op.rule.factors[time].kind == ONLINE:
-        return total + _merging_bytes(op, blocks)
+        return total + moving + _merging_bytes(op, blocks)
+    joined = 0
     for tensor, port, nbytes, result in zip(op.rule.outputs, derived.outputs, blocks, call.results, strict=True):
-        if result is not None and port.slices is None:
-            whole = costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
-            total += {MOVE: 2 * nbytes, SLICE: whole}.get(port.motion, nbytes)
-    return total
+        if result is not None and port.slices is None and port.motion == SLICE:
+            joined += costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
+        elif result is not None and port.slices is None:
+            total += nbytes * (2 if port.motion == MOVE else 1)
+    return total + max(moving, joined)  # what moves is gone when slices are joined
 
 
 def _block_bytes(costs: Costs, op: OpNode, strategy: Strategy) -> list[int]:

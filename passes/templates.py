@@ -126,7 +126,7 @@ def _ring(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     if _skewed(strategy):
         return False
     if not _has_weight(op):
-        return strategy.steps == 1 and set(_cut_axes(strategy)) <= op.data
+        return strategy.steps == 1 and (_of_parameters(op) or set(_cut_axes(strategy)) <= op.data)
     if strategy.steps == 1:
         return False
     derived = derive(op.rule, strategy, mesh)

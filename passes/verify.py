@@ -21,7 +21,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from stpart_compiler.cost_models.liveness import storage_base, written
-from stpart_compiler.ir.program import Instr, Message, RankProgram, Value
+from stpart_compiler.ir.program import Instr, Message, RankProgram, Value, collective_kind, sums_in_place
 
 
 class VerificationError(RuntimeError):
@@ -127,6 +127,8 @@ class _RankCheck:
         self.program = program
         self.facts = _Facts(program)
         self.root: dict[str, str] = {}  # value name -> name of the value that owns its storage
+        self.named: dict[str, list[str]] = {}  # storage -> the values on it
+        self.stale: dict[str, int] = {}  # value name -> the reduction that summed in its storage since
         self.flying: dict[tuple[int, int], list[_Flight]] = {}  # (channel, tag) -> tensors under way
         self.busy: dict[str, list[_Flight]] = {}  # storage -> its transfers under way
 
@@ -135,6 +137,7 @@ class _RankCheck:
             if value.name in self.root:
                 raise VerificationError(f"rank {self.program.rank}: two inputs have the name {value.name}")
             self.root[value.name] = value.name
+            self.named[value.name] = [value.name]
         for index, instr in enumerate(self.program.body):
             self._instruction(index, instr)
         self._outputs()
@@ -150,6 +153,8 @@ class _RankCheck:
                 _fail(self.program, index, f"{_tensor(value)} is used before it is defined")
             if not instr.partial_ok and value.name in self.program.partial:
                 self._dropped_sum(index, value)
+            if value.name in self.stale:
+                self._overwritten(index, value)
             if self.busy and instr.kind != "view":
                 self._check_read(index, value)
         for value in written(instr):
@@ -167,6 +172,10 @@ class _RankCheck:
         what = f"{_tensor(value)} is a pending sum over {digits} and is read as if it were the whole value"
         _fail(self.program, index, f"{what}; expected a reduction before")
 
+    def _overwritten(self, index: int, value: Value) -> NoReturn:
+        what = f"{_tensor(value)} is read after instruction {self.stale[value.name]} has summed in its storage"
+        _fail(self.program, index, f"{what}; expected the reduction's own result, or a sum in a copy")
+
     def _check_read(self, index: int, value: Value) -> None:
         for flight in self.busy.get(self.root[value.name], ()):
             if flight.receives:
@@ -183,12 +192,15 @@ class _RankCheck:
 
     def _define(self, index: int, instr: Instr) -> None:
         base = storage_base(instr)
+        if base is not None and sums_in_place(instr):
+            self.stale |= dict.fromkeys(self.named[self.root[base.name]], index)
         for value in instr.outs:
             if value is None:
                 continue
             if value.name in self.root:
                 _fail(self.program, index, f"{_tensor(value)} is defined a second time; expected one definition")
-            self.root[value.name] = value.name if base is None else self.root[base.name]
+            root = self.root[value.name] = value.name if base is None else self.root[base.name]
+            self.named.setdefault(root, []).append(value.name)
 
     def _outputs(self) -> None:
         rank, phase = self.program.rank, self.program.phase
@@ -198,6 +210,11 @@ class _RankCheck:
                 continue
             if value.name not in self.root:
                 raise VerificationError(f"{where}: {_tensor(value)} is returned but never defined")
+            if value.name in self.stale:
+                what = (
+                    f"{_tensor(value)} is returned after instruction {self.stale[value.name]} has summed in its storage"
+                )
+                raise VerificationError(f"{where}: {what}; expected the reduction's own result, or a sum in a copy")
             if value.name in self.program.partial and not self.program.gives_sums:
                 digits = ", ".join(self.program.partial[value.name])
                 what = f"{_tensor(value)} is a pending sum over {digits}"
@@ -246,12 +263,12 @@ class _RankCheck:
             _fail(self.program, index, f"{what}; expected different ranks, and rank {self.program.rank} among them")
         if tuple(instr.args[1]) != instr.group or instr.args[2:4] != (instr.tag, instr.channel):
             _fail(self.program, index, f"{_tensor(x)}: the collective listed is not that of the call's arguments")
-        shape = _collective_shape(_collective_kind(instr), x.shape, len(group))
+        shape = _collective_shape(collective_kind(instr), x.shape, len(group))
         if out.shape != shape or out.dtype != x.dtype:
             expected = "one row per rank in its input" if shape is None else _kind(shape, x.dtype)
             _fail(self.program, index, f"{_tensor(out)} is {_kind(out.shape, out.dtype)}; expected {expected}")
         self.facts.collectives.setdefault(group, []).append(index)
-        peer = f"{_collective_kind(instr)} over ranks {list(instr.group)}"
+        peer = f"{collective_kind(instr)} over ranks {list(instr.group)}"
         self._start(index, x, False, peer, (instr.channel, instr.tag))
         self._start(index, out, True, peer, (instr.channel, instr.tag))
 
@@ -280,10 +297,6 @@ class _RankCheck:
             self.busy[flight.root] = others
         else:
             del self.busy[flight.root]
-
-
-def _collective_kind(instr: Instr) -> str:
-    return str(instr.target).split(".")[1]
 
 
 def _collective_shape(kind: str, shape: tuple[int, ...], members: int) -> tuple[int, ...] | None:
@@ -411,7 +424,7 @@ def _same_collectives(reference: _Calls, own: _Calls, group: tuple[int, ...]) ->
 
 def _signature(instr: Instr) -> str:
     x = instr.args[0]
-    return f"{_collective_kind(instr)} of {_kind(x.shape, x.dtype)} with tag {instr.tag}"
+    return f"{collective_kind(instr)} of {_kind(x.shape, x.dtype)} with tag {instr.tag}"
 
 
 def _join(calls: list[_Calls], position: int, partners: _Partners) -> None:

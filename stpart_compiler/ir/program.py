@@ -110,6 +110,16 @@ class Instr:
         return self._inputs
 
 
+def collective_kind(instr: Instr) -> str:
+    """ "all_reduce", in place or not, "all_gather", "reduce_scatter" or "all_to_all"."""
+    return str(instr.target).split(".")[1].removesuffix("_")
+
+
+def sums_in_place(instr: Instr) -> bool:
+    """Whether a collective's result takes the place of what it is given."""
+    return instr.kind == "collective" and str(instr.target).split(".")[1].endswith("_")
+
+
 class _OpName(str):
     """Name of an operator overload, such as aten.add.Tensor."""
 

@@ -244,15 +244,28 @@ class Engine:
     def all_reduce(self, x: Tensor, ranks: Sequence[int], tag: int, channel: int) -> Tensor:
         """Sum over `ranks`, in a new tensor; the same bits on all of them."""
         self._check_reducible(x, "all_reduce", tag)
-        order = self._members(ranks, tag)
         result = _plain(x.clone(memory_format=torch.contiguous_format))
-        numbers = torch.view_as_real(result) if result.is_complex() else result
+        self._sum(result, ranks, tag, channel)
+        return result
+
+    def all_reduce_(self, x: Tensor, ranks: Sequence[int], tag: int, channel: int) -> Tensor:
+        """Sum over `ranks` in x itself; where its strides forbid that, in a copy, which x gets at the end."""
+        self._check_reducible(x, "all_reduce_", tag)
+        if x.is_complex():  # torch resolves conjugated operands in a copy, which it takes back before the sum is there
+            raise ValueError(f"rank {self.rank}: all_reduce_ with tag {tag}: cannot sum {x.dtype}, all_reduce can")
+        summed = x.contiguous()
+        self._sum(summed, ranks, tag, channel, None if summed is x else lambda: x.copy_(summed))
+        return x
+
+    def _sum(
+        self, x: Tensor, ranks: Sequence[int], tag: int, channel: int, finish: Callable[[], object] | None = None
+    ) -> None:
+        numbers = torch.view_as_real(x) if x.is_complex() else x
 
         def start(group: Any) -> Started:
-            return Started(group.allreduce([numbers]), (numbers,))
+            return Started(group.allreduce([numbers]), (numbers,), finish)
 
-        self._collective("all_reduce", order, x, start, tag, channel)
-        return result
+        self._collective("all_reduce", self._members(ranks, tag), x, start, tag, channel)
 
     def all_gather(self, x: Tensor, ranks: Sequence[int], tag: int, channel: int) -> Tensor:
         """[len(ranks), *x.shape]: the blocks, of equal shape, in the order of `ranks`."""

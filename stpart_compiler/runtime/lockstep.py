@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stpart_compiler.ir.program import Instr, RankProgram, Value
+from stpart_compiler.ir.program import Instr, RankProgram, Value, collective_kind, sums_in_place
 
 Box = dict[tuple[int, int, int, int], torch.Tensor]  # (source, destination, tag, channel) -> message
 Pool = dict[tuple[tuple[int, ...], int, int], dict[int, torch.Tensor]]  # (group, tag, channel) -> by rank
@@ -133,14 +133,16 @@ def _collective(rank: _Rank, instr: Instr, pool: Pool) -> None:
     here = rank.program.rank
     buffer = rank.env[out.name] = _poisoned(out)
     shared = pool.setdefault((instr.group, instr.tag, instr.channel), {})
-    shared[here] = rank.env[instr.inputs()[0].name].clone()
-    name = instr.target.name().split("::")[1].split(".")[0]
+    x = instr.inputs()[0]
+    shared[here] = rank.env[x.name].clone()
+    if sums_in_place(instr):  # what it holds from now on, under any name, is not what it held
+        rank.env[x.name].copy_(_poisoned(x))
 
     def arrive() -> bool:
         if len(shared) < len(instr.group):
             return False
         parts = [shared[member] for member in instr.group]
-        buffer.copy_(_reduced(name, parts, instr.group.index(here)))
+        buffer.copy_(_reduced(collective_kind(instr), parts, instr.group.index(here)))
         return True
 
     rank.arrivals.setdefault((instr.tag, instr.channel), []).append(arrive)

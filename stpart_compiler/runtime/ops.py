@@ -29,6 +29,7 @@ SCHEMAS = {
     "int[] recv_peers, int[] recv_tags, ScalarType dtype, Device device, int channel) -> Tensor[]",
     "wait": "(int[] tags, int channel) -> ()",
     "all_reduce": "(Tensor x, int[] ranks, int tag, int channel) -> Tensor",
+    "all_reduce_": "(Tensor(a!) x, int[] ranks, int tag, int channel) -> Tensor(a!)",
     "all_gather": "(Tensor x, int[] ranks, int tag, int channel) -> Tensor",
     "reduce_scatter": "(Tensor x, int[] ranks, int tag, int channel) -> Tensor",
     "all_to_all": "(Tensor x, int[] ranks, int tag, int channel) -> Tensor",
@@ -77,6 +78,10 @@ def _all_reduce(x: Tensor, ranks: Sequence[int], tag: int, channel: int) -> Tens
     return current_engine().all_reduce(x, ranks, tag, channel)
 
 
+def _all_reduce_in_place(x: Tensor, ranks: Sequence[int], tag: int, channel: int) -> Tensor:
+    return current_engine().all_reduce_(x, ranks, tag, channel)
+
+
 def _all_gather(x: Tensor, ranks: Sequence[int], tag: int, channel: int) -> Tensor:
     return current_engine().all_gather(x, ranks, tag, channel)
 
@@ -118,6 +123,10 @@ def _fake_same(x: Tensor, ranks: Sequence[int], tag: int, channel: int) -> Tenso
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _fake_in_place(x: Tensor, ranks: Sequence[int], tag: int, channel: int) -> Tensor:
+    return x
+
+
 def _fake_all_gather(x: Tensor, ranks: Sequence[int], tag: int, channel: int) -> Tensor:
     return x.new_empty((len(ranks), *x.shape))
 
@@ -132,6 +141,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "exchange": (_exchange, _fake_exchange),
     "wait": (_wait, _fake_nothing),
     "all_reduce": (_all_reduce, _fake_same),
+    "all_reduce_": (_all_reduce_in_place, _fake_in_place),
     "all_gather": (_all_gather, _fake_all_gather),
     "reduce_scatter": (_reduce_scatter, _fake_reduce_scatter),
     "all_to_all": (_all_to_all, _fake_same),

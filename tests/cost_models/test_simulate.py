@@ -309,16 +309,15 @@ def test_generated_programs(template):
     assert found.peak_bytes == plan.memory["step peak"]
     assert plan.seconds == pytest.approx(found.seconds, rel=0.1)
     estimate = plan.memory["solver estimate"] - plan.memory["optimizer state"]
-    assert 0.97 * found.peak_bytes < estimate < 1.2 * found.peak_bytes
+    assert 0.98 * found.peak_bytes < estimate < 1.05 * found.peak_bytes
     again = compiled(template).simulate()
     assert [rank.intervals for rank in again.timeline] == [rank.intervals for rank in found.timeline]
 
 
 def test_a_weight_is_there_when_its_product_begins():
-    """Also where it is brought into place before it is transposed."""
-    for rank in compiled("ring").simulate().timeline:
+    for rank in compiled("zero3").simulate().timeline:
         waits = [x for x in rank.intervals if x.kind == WAIT]
-        assert any("q_proj" in x.instr.origin.node for x in waits)  # no product runs before it
+        assert any("q_proj" in x.module_path for x in waits)  # no product runs before it
         assert not any("mlp" in x.instr.origin.node or "mlp" in x.module_path for x in waits)
 
 

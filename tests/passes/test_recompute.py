@@ -167,14 +167,13 @@ def test_kept_in_json() -> None:
     assert Plan.from_json(json.dumps(data)).recompute == []
 
 
-@pytest.mark.parametrize(("name", "most"), [("data", 1.05), ("zero3", 1.05), ("megatron", 1.05), ("ring", 1.1)])
-def test_estimate_of_templates(name: str, most: float) -> None:
-    """At this size a block of keys and values under way counts for much."""
+@pytest.mark.parametrize("name", ["data", "zero3", "megatron", "ring"])
+def test_estimate_of_templates(name: str) -> None:
     graphs = Graphs(step("llama", False).graph, Dumper(None))
     costs = Costs(load_cluster(CLUSTER), parse_mesh(2))
     found = Search(graphs, costs, 2**40, SOLVER, name, Restrictions(), torch.device("cpu"), lambda text: None)
     plan, _ = found.run()
-    assert 0.98 <= plan.memory["solver estimate"] / plan.memory["peak"] <= most
+    assert 0.98 <= plan.memory["solver estimate"] / plan.memory["peak"] <= 1.05
 
 
 def test_marks_of_the_user() -> None:

@@ -104,6 +104,23 @@ def test_collectives_in_any_rank_order(world: int, ranks: list[int]) -> None:
         assert torch.equal(swapped, torch.stack([rows[member][place] for member in ranks]))
 
 
+@pytest.mark.parametrize("seen", [torch.clone, torch.t])
+def test_all_reduce_in_place(seen: Callable[[Tensor], Tensor]) -> None:
+    """The sum is where the summand was, also where that is transposed."""
+    data = blocks(3, 3, 2)
+
+    def program(rank: int, engine: Engine) -> tuple[Tensor, Tensor, bool]:
+        engine.prepare(0, [(COLLECTIVE_CHANNEL, (0, 1, 2))])
+        own = seen(data[rank].clone())
+        result = stpart.all_reduce_(own, [2, 0, 1], 1, COLLECTIVE_CHANNEL)
+        stpart.wait([1], COLLECTIVE_CHANNEL)
+        return result, own, result.data_ptr() == own.data_ptr()
+
+    for result, own, shared in run_ranks(3, program, timeout_s=20):
+        torch.testing.assert_close(result, seen(torch.stack(list(data)).sum(0)), rtol=1e-14, atol=1e-14)
+        assert shared and torch.equal(result, own)
+
+
 def test_small_tensors_do_not_queue_behind_large_ones() -> None:
     """Rank 0 starts the large sum first, rank 1 only when the small one is there."""
 
@@ -296,11 +313,12 @@ def bad_calls() -> list[tuple[str, Callable[[], object]]]:
         ("without it", lambda: stpart.all_reduce(x, [1], 1, 0)),
         ("differ from each other", lambda: stpart.all_gather(x, [0, 1, 1], 1, 0)),
         ("one row for each", lambda: stpart.all_to_all(torch.ones(3, 2), [0, 1], 1, 0)),
+        ("cannot sum torch.complex64, all_reduce can", lambda: stpart.all_reduce_(x + 0j, [0, 1], 1, 0)),
         ("cannot sum torch.bool", lambda: stpart.all_reduce(x > 0, [0, 1], 1, 0)),
     ]
 
 
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(9))
 def test_bad_calls(index: int) -> None:
     message, call = bad_calls()[index]
 

@@ -1,0 +1,68 @@
+"""Let an all-reduce sum in the tensor that it is given, where nothing else reads that tensor's storage any more.
+
+Before: `all_reduce` sums in a copy, so that for a moment both are there. After: `all_reduce_` where the program made
+the storage, the value, of real numbers, fills it, and neither a later instruction nor the caller reads any value on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from stpart_compiler.cost_models.liveness import storage_base
+from stpart_compiler.ir.program import Instr, RankProgram, Value, collective_kind
+
+
+@dataclass(frozen=True)
+class SumInPlace:
+    """one rank's program -> the same with fewer copies."""
+
+    def apply(self, program: RankProgram) -> RankProgram:
+        if not any(_is_sum(instr) for instr in program.body):
+            return program
+        owner = _owners(program)
+        last = _last_reads(program, owner)
+        body = [
+            _in_place(instr) if _is_sum(instr) and _is_free(instr.inputs()[0], index, owner, last) else instr
+            for index, instr in enumerate(program.body)
+        ]
+        return replace(program, body=body)
+
+
+def _is_sum(instr: Instr) -> bool:
+    return instr.kind == "collective" and collective_kind(instr) == "all_reduce" and len(instr.group) > 1
+
+
+def _in_place(instr: Instr) -> Instr:
+    return replace(instr, target=torch.ops.stpart.all_reduce_.default)
+
+
+def _owners(program: RankProgram) -> dict[str, Value]:
+    """Value -> the value that owns its storage, of values whose storage the program makes."""
+    owner: dict[str, Value] = {}
+    for instr in program.body:
+        base = storage_base(instr)
+        for value in instr.outs:
+            if value is not None and base is None:
+                owner[value.name] = value
+            elif value is not None and base is not None and base.name in owner:
+                owner[value.name] = owner[base.name]
+    return owner
+
+
+def _last_reads(program: RankProgram, owner: dict[str, Value]) -> dict[str, int]:
+    """Owner of a storage -> the last instruction that reads it, past the end if the caller does."""
+    last: dict[str, int] = {}
+    for index, instr in enumerate(program.body):
+        last |= {owner[value.name].name: index for value in instr.inputs() if value.name in owner}
+    given = (value for value in program.outputs if value is not None and value.name in owner)
+    return last | {owner[value.name].name: len(program.body) for value in given}
+
+
+def _is_free(value: Value, index: int, owner: dict[str, Value], last: dict[str, int]) -> bool:
+    """Whether a value has a storage of its own that no one needs after the instruction."""
+    base = owner.get(value.name)
+    if base is None or value.dtype.is_complex:
+        return False
+    return base.nbytes == value.nbytes and last[base.name] == index
