@@ -371,8 +371,8 @@ class Shared:
 
     def parts(self, ids: npt.NDArray[np.int64]) -> Array:
         """Number of joints that each re-layout is split over at first."""
-        at = np.minimum(np.searchsorted(self.pairs, ids), len(self.pairs) - 1)
-        return np.where(ids >= 0, self.users[at], 1).astype(np.float64)
+        users = np.append(self.users, 1)  # nothing costs anything where there are no pairs
+        return np.where(ids >= 0, users[np.searchsorted(self.pairs, ids)], 1).astype(np.float64)
 
     def shift(self, choice: Assignment, step: float) -> Iterator[tuple[Joint, Array]]:
         """Move weight to the uses that an assignment has need a re-layout; yields what that adds to each joint."""

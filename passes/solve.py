@@ -117,22 +117,25 @@ class Solve:
         model.hint(begin)
         limit = min(self.polish_s, self.options.time_limit_s) if near else self.options.time_limit_s
         watch = _Watch(start, progress, self.options.patience_s)
-        choice, name, lower = self._search(problem, model, bound, watch, limit)
+        choice, name, lower, limited = self._search(problem, model, bound, watch, limit)
         wall = time.perf_counter() - start
         chosen = min((begin, choice or begin), key=lambda found: evaluate(problem, found))
         seconds = evaluate(problem, chosen)
-        return Solution(
-            chosen, seconds, min(seconds, lower), name, wall, first, self._binds(bound, seconds), bound.free
-        )
+        binds = limited and self._binds(bound, seconds)
+        return Solution(chosen, seconds, min(seconds, lower), name, wall, first, binds, bound.free)
 
     def _search(
         self, problem: Problem, model: _Model, bound: Bound, watch: _Watch, limit: float
-    ) -> tuple[Assignment | None, str, float]:
-        """What CP-SAT finds, its status and bound. Points that a found assignment is over the limit at are added."""
-        lower = bound.lower
+    ) -> tuple[Assignment | None, str, float, bool]:
+        """What CP-SAT finds, its status and bound, and whether memory had to be limited at any point for that.
+
+        Points that a found assignment is over the limit at are added.
+        """
+        lower, limited = bound.lower, bound.choice is None
         if self.memory_limit is not None:
             near_peak = problem.memory.at_points(bound.nearest) >= NEAR_PEAK * self.memory_limit
             model.add_memory(self.memory_limit, np.flatnonzero(near_peak).tolist())
+            limited = limited or bool(near_peak.any())
         for _ in range(MEMORY_ROUNDS):
             solver = _solver(self.options, limit)
             status = watch.solve(solver, model.cp)
@@ -141,10 +144,11 @@ class Solve:
             choice = model.read(solver)
             lower = max(lower, solver.best_objective_bound * model.unit / 1e9)
             if self.memory_limit is None or memory_bytes(problem, choice) <= self.memory_limit:
-                return choice, solver.status_name(status), lower
+                return choice, solver.status_name(status), lower, limited
             over = problem.memory.at_points(choice) > self.memory_limit
             model.add_memory(self.memory_limit, np.flatnonzero(over).tolist())
-        return None, solver.status_name(status), lower
+            limited = True
+        return None, solver.status_name(status), lower, limited
 
     def _binds(self, bound: Bound, seconds: float) -> bool:
         return self.memory_limit is not None and bound.free < (1 - self.options.gap) * seconds

@@ -69,11 +69,10 @@ class Costs:
     def _repacking(self, source: Layout, target: Layout, itemsize: int) -> float:
         """Seconds of local copies in a re-layout with transfers, which nothing hides.
 
-        Blocks that differ in their outermost dim alone are sent and received where they are. An all-reduce sums in a
-        copy.
+        Blocks that differ in their outermost dim alone, or not at all, are sent and received where they are.
         """
         one, two = ([atom for dim in layout.dims for atom in dim if atom.size > 1] for layout in (source, target))
-        if one[1:] == two[1:] and one != two:
+        if one[1:] == two[1:]:
             return 0.0
         return copy_seconds(max(max_local_numel(source), max_local_numel(target)) * itemsize, self.cluster)
 

@@ -6,6 +6,7 @@ stpart_compiler.runtime.calibrate FILE` is what a rank runs; rank 0 writes the c
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
@@ -46,6 +47,9 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 REPEATS, SECONDS = 3, 0.1
 """A time is the median of at least so many runs, over at least so many seconds."""
 
+STEADY_S = 0.03
+"""What all ranks compute at once is repeated for so long: ranks that share cores take turns of some milliseconds."""
+
 LONGEST_S = 0.1
 """Larger products than one that takes so long are not measured."""
 
@@ -71,6 +75,11 @@ class Bench:
         while not self._enough(times):
             times.append(self._once(run))
         return self._mean(statistics.median(times))
+
+    def steady_seconds(self, run: Callable[[], object]) -> float:
+        """Of one call of `run` while all ranks run it, as often as it takes to share cores evenly."""
+        times = max(1, math.ceil(STEADY_S / self.seconds(run)))
+        return self.seconds(lambda: [run() for _ in range(times)]) / times
 
     def _once(self, run: Callable[[], object]) -> float:
         if self.engine is not None:
@@ -101,7 +110,7 @@ class Bench:
         found = []
         for size in SIZES[self.device.type]:
             a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
-            found.append((2.0 * size**3, self.seconds(partial(torch.mm, a, b))))
+            found.append((2.0 * size**3, self.steady_seconds(partial(torch.mm, a, b))))
             if found[-1][1] > LONGEST_S:
                 break
         return found
@@ -110,16 +119,15 @@ class Bench:
         """Bytes/s of an addition of large tensors, and seconds of one of tiny ones."""
         x = torch.zeros(STREAM_BYTES[self.device.type] // 4, device=self.device)
         y, tiny = torch.zeros_like(x), torch.zeros(8, device=self.device)
-        many = 100
-        launch = self.seconds(lambda: [torch.add(tiny, 1.0) for _ in range(many)]) / many
-        return 2 * x.nbytes / (self.seconds(lambda: torch.add(x, 1.0, out=y)) - launch), launch
+        launch = self.steady_seconds(lambda: torch.add(tiny, 1.0))
+        return 2 * x.nbytes / (self.steady_seconds(lambda: torch.add(x, 1.0, out=y)) - launch), launch
 
     def attention(self) -> tuple[float, float]:
         """(FLOPs, seconds) of attention on [1, 4, rows, 64]."""
         rows = 512 if self.device.type == "cpu" else 4096
         q = torch.randn(1, 4, rows, 64, device=self.device)
         attend = torch.nn.functional.scaled_dot_product_attention
-        return 4.0 * 4 * rows * rows * 64, self.seconds(lambda: attend(q, q, q))
+        return 4.0 * 4 * rows * rows * 64, self.steady_seconds(lambda: attend(q, q, q))
 
     def transfers(self, distance: int) -> list[Transfer]:
         """Messages between ranks that are `distance` apart, one way and in a ring."""
@@ -151,7 +159,7 @@ class Bench:
         """
         size = SIZES[self.device.type][-2]
         a, x = torch.randn(size, size, device=self.device), torch.zeros(2**18, device=self.device)
-        product = self.seconds(lambda: a @ a)
+        product = self.steady_seconds(lambda: a @ a)
         transfer = self.seconds(lambda: run(x))
         times = max(1, round(transfer / product))
         both = self.seconds(lambda: run(x, lambda: [a @ a for _ in range(times)]))

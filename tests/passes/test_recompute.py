@@ -22,6 +22,8 @@ from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.ir.plan import Plan
+from stpart_compiler.passes.bound import FindBound
+from stpart_compiler.passes.choose_again import any_set
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.order import marked, may_run_again, orders
 from stpart_compiler.passes.peak import TrySets, only_chosen
@@ -153,6 +155,23 @@ def test_limits() -> None:
     for plan in plans:  # templates too run again what the plan does, rather than not to fit
         assert {"data", "zero3", "megatron"} <= plan.yardsticks.keys()
         assert min(plan.yardsticks.values()) >= (1 - 1e-9) * plan.seconds
+
+
+def test_a_limit_that_no_plan_comes_near_is_not_short() -> None:
+    """Also where no plan can be proven to be the best: that is not for want of memory."""
+    graph, costs = step("llama", False).graph, Costs(load_cluster(CLUSTER), parse_mesh((2, 2)))
+    options, said = replace(SOLVER, gap=0.0, yardsticks=False), list[str]()
+    plan = MakePlan(costs, options, 2**40).apply(graph, said.append)
+    assert plan.bound_seconds < plan.seconds
+    assert not plan.solver["memory_binds"] and not plan.recompute
+    assert not [line for line in said if "memory is short" in line]
+
+
+def test_bound_where_only_what_runs_again_costs() -> None:
+    """Values are used without a price in backward, and with one where the op that reads them runs again there."""
+    space = BuildSpace(Costs(load_cluster(CLUSTER), parse_mesh((2, 2)))).apply(step("llama", False).graph)
+    free = FindBound().apply(BuildProblem(SOLVER).apply(space))
+    assert FindBound(2**40).apply(any_set(space, SOLVER)).lower == pytest.approx(free.lower, rel=0.01)
 
 
 def test_kept_in_json() -> None:
