@@ -21,6 +21,7 @@ from stpart_compiler.cost_models.memory import parameter_bytes
 from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.rule import ONLINE, block_shape
 from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Strategy
+from stpart_compiler.passes.hops import most_held, moving, skips_blocks
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules import merge_of
 from stpart_compiler.passes.rules.region import Region
@@ -427,17 +428,24 @@ def own_bytes(
         total += max(0, call.target.peak_bytes(costs.extents(op, strategy)) - sum(blocks))
     if steps == 1:
         return total
+    skips = moving(op, strategy, derived, costs.mesh) if skips_blocks(op, strategy, costs.mesh) else None
     for i, (port, operand) in enumerate(zip(derived.inputs, call.operands, strict=True)):
         if port.motion == MOVE:  # the block in use and the one arriving
-            copies = min(steps - 1, 2) if (op.klass, i) in lasting else 1
+            is_lasting = (op.klass, i) in lasting
+            copies = min(steps - 1, 2) if is_lasting else 1
+            if skips is not None:  # those that come early too
+                copies = most_held(skips.inputs[i], 0) if is_lasting else most_held(skips.inputs[i], 1) - 1
             total += copies * costs.numel(op, strategy, op.rule.inputs[i], port) * operand.dtype.itemsize
     time = strategy.time_factor
     if time is not None and op.rule.factors[time].kind == ONLINE:
         return total + _merging_bytes(op, blocks)
-    for tensor, port, nbytes, result in zip(op.rule.outputs, derived.outputs, blocks, call.results, strict=True):
+    for j, (tensor, port, nbytes, result) in enumerate(
+        zip(op.rule.outputs, derived.outputs, blocks, call.results, strict=True)
+    ):
         if result is not None and port.slices is None:
             whole = costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
-            total += {MOVE: 2 * nbytes, SLICE: whole}.get(port.motion, nbytes)
+            early = max(0, most_held(skips.outputs[j], 0) - 2) if skips is not None and port.motion == MOVE else 0
+            total += {MOVE: (2 + early) * nbytes, SLICE: whole}.get(port.motion, nbytes)
     return total
 
 
