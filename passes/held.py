@@ -459,9 +459,9 @@ def _block_bytes(costs: Costs, op: OpNode, strategy: Strategy) -> list[int]:
 
 
 def _merging_bytes(op: OpNode, blocks: list[int]) -> int:
-    """What was merged, the results of one more block, and both merged, less the results themselves."""
+    """What was merged, the results of one more block, both merged, and the share of the latter; less the results."""
     made = [(n, r.dtype) for n, r in zip(blocks, op.call.results, strict=True) if n and r is not None]
     merge = merge_of(op.call.target)
     assert merge is not None, f"{op.name}: blocks of its keys cannot be merged"
     dtypes = merge.dtypes([dtype for _, dtype in made])
-    return 2 * sum(n * to.itemsize // dtype.itemsize for (n, dtype), to in zip(made, dtypes, strict=True))
+    return 3 * sum(n * to.itemsize // dtype.itemsize for (n, dtype), to in zip(made, dtypes, strict=True))

@@ -117,7 +117,10 @@ def test_masked_blocks_are_not_sent(ranks: int, length: int) -> None:
     step.check(mesh, chosen)
     pairs = programs(step, mesh, chosen)[1]
     met = pieces * (pieces - 1) // 2  # pairs of a block and a rank behind it
-    for op, phase, messages in ((forward, 0, 2 * met), (backward, 1, 4 * met + 2)):  # the last block starts one rank further on
+    for op, phase, messages in (
+        (forward, 0, 2 * met),
+        (backward, 1, 4 * met + 2),
+    ):  # the last block starts one rank further on
         loops = [[i for i in pair[phase].body if i.origin.note == "temporal"] for pair in pairs]
         assert sum(len(instr.sends) for body in loops for instr in body) == messages
         sent = max(sum(value.nbytes for instr in body for value, _ in instr.sends) for body in loops)
