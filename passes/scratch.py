@@ -56,4 +56,6 @@ def _measured(instr: Instr) -> int:
     except (RuntimeError, NotImplementedError):
         return 0
     del made
-    return max(0, counter.peak - sum(value.nbytes for value in instr.outs if value is not None))
+    given = sum(value.nbytes for value in instr.outs if value is not None)
+    peak: int = counter.peak
+    return max(0, peak - given)

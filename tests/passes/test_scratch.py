@@ -51,7 +51,8 @@ def test_peak_under_autocast(template: str, written: bool, length: int) -> None:
     found = {
         instr.target for artifact in compiled.artifacts for i in artifact.programs for instr in i.body if instr.scratch
     }
-    assert written or local_ops.merge_attention in found
+    merges = {local_ops.merge_attention, local_ops.merge_written}
+    assert bool(found & merges) == (not written or template == "metp")  # rings
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
