@@ -42,6 +42,11 @@ def exchange_seconds(nbytes: float, link: Link, messages: int = 1) -> float:
     return p2p_seconds(nbytes if link.full_duplex else 2 * nbytes, link, messages)
 
 
+def two_way_seconds(sent: float, received: float, link: Link, messages: int) -> float:
+    """Seconds in which a rank sends and receives other numbers of bytes, in at most `messages` messages each way."""
+    return p2p_seconds(max(sent, received) if link.full_duplex else sent + received, link, messages)
+
+
 def collective_seconds(kind: str, nbytes: float, group_size: int, link: Link) -> float:
     """Seconds of a collective among `group_size` ranks.
 
@@ -111,12 +116,12 @@ def temporal_seconds(
     `step_compute`; `last`: of the last, where it does. `hidden`: the part of the time both run that costs nothing.
     """
     transfer = exchange_seconds(step_bytes, link, messages) if step_bytes else 0.0
-    usual = (steps - 1 - len(odd)) * _beside(step_compute, transfer, hidden)
-    late = sum(_beside(seconds, transfer, hidden) for seconds in odd)
+    usual = (steps - 1 - len(odd)) * beside(step_compute, transfer, hidden)
+    late = sum(beside(seconds, transfer, hidden) for seconds in odd)
     return usual + late + (step_compute if last is None else last)
 
 
-def _beside(compute: float, transfer: float, hidden: float) -> float:
+def beside(compute: float, transfer: float, hidden: float) -> float:
     """Seconds of both at once."""
     longer = max(compute, transfer)
     return longer if hidden == 1.0 else longer + (1 - hidden) * min(compute, transfer)

@@ -3,9 +3,10 @@
 The rule is that of the emitted code (`passes/emit_fx.py`): a value is dropped after the instruction that reads it last,
 so inputs and results of an instruction coexist; a value that nobody reads is dropped at once, an input that nobody
 reads is held to the end. A storage lives as long as any value on it. Buffers of a transfer, sent and received, are also
-held by the engine until the wait; all_reduce sums in its result and lets go of its input. Not counted: results that
-have no `Value`, temporaries inside of kernels, and what the engine needs to bring the rows of a collective over ranks
-in another order than ascending into place.
+held by the engine until the wait; all_reduce sums in its result and lets go of its input. What a function of several
+ops makes on the way (`Instr.scratch`) is alive while it runs. Not counted: results that have no `Value`, temporaries
+inside of kernels, and what the engine needs to bring the rows of a collective over ranks in another order than
+ascending into place.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from typing import Any
+
+import torch
 
 from stpart_compiler.ir.program import Instr, Origin, RankProgram, Value, collective_kind, values_in
 
@@ -129,6 +132,9 @@ def _storages(program: RankProgram, keep: Collection[str]) -> list[_Storage]:
             else:
                 owner[value.name] = owner[base.name]
                 _extend(owner[value.name], drop)
+        if instr.scratch:
+            inside = Value(f"inside {instr.origin.node} {index}", (instr.scratch,), torch.uint8)
+            storages[inside.name] = _Storage(inside, index, index, instr.origin)
     _hold_in_flight(program, owner)
     held = (*keep, *(v.name for v in program.constants), *(v.name for v in program.outputs if v is not None))
     for name in held:

@@ -20,6 +20,7 @@ from stpart_compiler.ir.program import RankProgram, groups_of
 from stpart_compiler.passes.codegen import Codegen, Placement
 from stpart_compiler.passes.propagate import Annotated, ValueKey
 from stpart_compiler.passes.schedule import MakeSchedule, Phase, Schedule
+from stpart_compiler.passes.scratch import CountScratch
 from stpart_compiler.passes.verify import verify_programs
 
 
@@ -66,6 +67,7 @@ class BuildPrograms:
         if backwards:
             verify_programs(backwards)
         progress("verify: ok")
+        CountScratch().apply(program for pair in pairs for program in pair if program is not None)
         interface = make_interface(graph, plan, schedule, pairs)
         constants = _constants(graph)
         artifacts = [RankArtifact(rank, interface, *pair, constants) for rank, pair in enumerate(pairs)]

@@ -26,7 +26,7 @@ NONE, MEAN = 0, 1  # torch's codes of a loss's `reduction`; 2 is the sum
 
 @dataclass(frozen=True)
 class Decompose:
-    """graph -> the same graph, in place, without ops whose blocks do not add up, and with equal views made once.
+    """graph -> the same graph, in place, without ops whose blocks do not add up; equal views and casts are made once.
 
     The node with a result keeps its name, so whatever refers to it by name still holds. New nodes carry the meta of the
     node they replace (module path, stack trace, phase), with their own "val".
@@ -47,16 +47,22 @@ class Decompose:
 def _share_views(graph: fx.Graph) -> None:
     """Of equal views the first one stands for all: what several linear layers read is then re-laid out once for them.
 
-    Results of the step stay, under their own names.
+    Of equal casts too, as autocast makes one for each layer, but not across phases or regions that run again. Results
+    of the step stay, under their own names.
     """
     first: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is operator.getitem or not is_view(node.target):
+        if node.op != "call_function" or node.target is operator.getitem or not _may_be_shared(node):
             continue
-        same = first.setdefault(f"{node.target}{node.args}{node.kwargs}", node)
+        where = [node.meta.get(key) for key in ("is_backward", "ac_graph_id") if not is_view(node.target)]
+        same = first.setdefault(f"{node.target}{node.args}{node.kwargs}{where}", node)
         if same is not node and all(user.op != "output" for user in node.users):
             node.replace_all_uses_with(same)
             graph.erase_node(node)
+
+
+def _may_be_shared(node: fx.Node) -> bool:
+    return is_view(node.target) or node.target is aten._to_copy.default
 
 
 def _erase_unread(graph: fx.Graph) -> None:

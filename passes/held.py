@@ -21,6 +21,7 @@ from stpart_compiler.cost_models.memory import parameter_bytes
 from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.rule import ONLINE, block_shape
 from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Strategy
+from stpart_compiler.passes.hops import most_held, moving, skips_blocks
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules import merge_of
 from stpart_compiler.passes.rules.region import Region
@@ -427,21 +428,32 @@ def own_bytes(
         total += max(0, call.target.peak_bytes(costs.extents(op, strategy)) - sum(blocks))
     if steps == 1:
         return total
-    moving = 0
+    skips = moving(op, strategy, derived, costs.mesh) if skips_blocks(op, strategy, costs.mesh) else None
+    travelling = 0
     for i, (port, operand) in enumerate(zip(derived.inputs, call.operands, strict=True)):
         if port.motion == MOVE:  # the block in use and the one arriving
-            copies = min(steps - 1, 2) if (op.klass, i) in lasting else 1
-            moving += copies * costs.numel(op, strategy, op.rule.inputs[i], port) * operand.dtype.itemsize
+            is_lasting = (op.klass, i) in lasting
+            copies = min(steps - 1, 2) if is_lasting else 1
+            if skips is not None:  # those that come early too
+                copies = most_held(skips.inputs[i], 0) if is_lasting else most_held(skips.inputs[i], 1) - 1
+            travelling += copies * costs.numel(op, strategy, op.rule.inputs[i], port) * operand.dtype.itemsize
     time = strategy.time_factor
     if time is not None and op.rule.factors[time].kind == ONLINE:
-        return total + moving + _merging_bytes(op, blocks)
+        return total + travelling + _merging_bytes(op, blocks)
     joined = 0
-    for tensor, port, nbytes, result in zip(op.rule.outputs, derived.outputs, blocks, call.results, strict=True):
-        if result is not None and port.slices is None and port.motion == SLICE:
+    for j, (tensor, port, nbytes, result) in enumerate(
+        zip(op.rule.outputs, derived.outputs, blocks, call.results, strict=True)
+    ):
+        if result is None or port.slices is not None:
+            continue
+        if port.motion == SLICE:
             joined += costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
-        elif result is not None and port.slices is None:
-            total += nbytes * (2 if port.motion == MOVE else 1)
-    return total + max(moving, joined)  # what moves is gone when slices are joined
+        elif port.motion == MOVE:
+            early = max(0, most_held(skips.outputs[j], 0) - 2) if skips is not None else 0
+            total += (2 + early) * nbytes
+        else:
+            total += nbytes
+    return total + max(travelling, joined)  # what travels is gone when slices are joined
 
 
 def _block_bytes(costs: Costs, op: OpNode, strategy: Strategy) -> list[int]:
@@ -454,9 +466,9 @@ def _block_bytes(costs: Costs, op: OpNode, strategy: Strategy) -> list[int]:
 
 
 def _merging_bytes(op: OpNode, blocks: list[int]) -> int:
-    """What was merged, the results of one more block, and both merged, less the results themselves."""
+    """What was merged, the results of one more block, both merged, and the share of the latter; less the results."""
     made = [(n, r.dtype) for n, r in zip(blocks, op.call.results, strict=True) if n and r is not None]
     merge = merge_of(op.call.target)
     assert merge is not None, f"{op.name}: blocks of its keys cannot be merged"
     dtypes = merge.dtypes([dtype for _, dtype in made])
-    return 2 * sum(n * to.itemsize // dtype.itemsize for (n, dtype), to in zip(made, dtypes, strict=True))
+    return 3 * sum(n * to.itemsize // dtype.itemsize for (n, dtype), to in zip(made, dtypes, strict=True))

@@ -38,9 +38,9 @@ def inner_ring(op: OpNode, strategy: Strategy, inner: BodyOp, mesh: Mesh, t: int
     plain = inner_strategy(strategy, inner, t)
     made = inner_op(op, inner)
     given = tuple(port.layout for port in derive(inner.rule, plain, mesh).inputs)
-    for offset in (0, 1):  # a result that travels starts one rank further on, so that it ends where the plain form says
+    for offset in (0, -1):  # a result that travels starts one rank further on, so that it ends where the plain form is
         digits = list(plain.digits)
-        digits[travels] = (form(cut[0].q, 1, offset, **{axis: 1}),)
+        digits[travels] = (form(cut[0].q, -1, offset, **{axis: 1}),)
         ring = Strategy(tuple(digits), cut[0].q)
         derived = derive(inner.rule, ring, mesh)
         if any(port.motion == MOVE for port in derived.outputs) == bool(offset):

@@ -2,8 +2,9 @@
 
 A *middle dim* is one that a linear layer makes and no result has: another layer sums over it (the hidden dim of an
 MLP), or a loss does (a vocabulary). All ops that have it, found by following it through the rules, are the region:
-those of forward are one op, those of backward another, which makes anew what it reads of forward's middle. What an
-attention kernel gives is as large as what enters the region, and dear to make: backward reads it instead.
+those of forward are one op, those of backward another, which makes anew what it reads of forward's middle. What
+attention gives, as a kernel or written out, is as large as what enters the region, and dear to make: backward reads it
+instead.
 """
 
 from __future__ import annotations
@@ -315,8 +316,8 @@ def _remade(
 
 
 def _lasting(forward: list[OpNode], backward: list[OpNode]) -> set[ValueKey]:
-    """What backward reads of the results of attention kernels. Of attention written out it reads more than results."""
-    kernels = {op.name for op in forward if op.rule.loops and not isinstance(op.call.target, Region)}
+    """What backward reads of the results of attention kernels, and of attention written out as one region."""
+    kernels = {op.name for op in forward if op.rule.loops}
     return {key for op in backward for key in op.operands if key[0] in kernels}
 
 

@@ -20,6 +20,7 @@ from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.ir.rule import SUM, TensorMap, block_shape
 from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Slices, Strategy, derive, factor_atom
+from stpart_compiler.passes.hops import Hops, busiest, moving, skips_blocks
 from stpart_compiler.passes.inner_rings import inner_op, inner_ring, inner_strategy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
@@ -92,11 +93,16 @@ class Costs:
             return max(compute.values()), within
         steps = self.steps(strategy)
         added, joined = self._combine_seconds(op, strategy, derived)
-        compute = {part: seconds + added * (steps - 1) / steps for part, seconds in compute.items()}
+        added = added * (steps - 1) / steps
+        compute = {part: seconds + added if part.share else seconds for part, seconds in compute.items()}
         moved, axes = self._moving_bytes(op, strategy, derived)
         if not axes:
             return max(compute.values()) * steps + joined, within * steps
         link = self.link.link(axes)
+        if skips_blocks(op, strategy, self.mesh):
+            sizes, shares = self._moving_sizes(op, strategy, derived), step_shares(op, strategy, self.mesh)
+            seconds, sent = busiest(shares, compute, sizes, link, self.cluster.hidden.exchanges)
+            return seconds + joined, min(moved * (steps - 1), sent) + within * steps
         messages = sum(port.motion == MOVE for port in (*derived.inputs, *derived.outputs))
 
         def loop_seconds(row: tuple[Computed, ...]) -> float:
@@ -106,6 +112,20 @@ class Costs:
             return temporal_seconds(compute[usual], moved, steps, link, messages, odd, last, hidden)
 
         return max(map(loop_seconds, rows)) + joined, moved * (steps - 1) + within * steps
+
+    def _moving_sizes(self, op: OpNode, strategy: Strategy, derived: Derived) -> list[tuple[Hops, int]]:
+        """Of all that moves in a loop: its transfers, and bytes of each."""
+        found = moving(op, strategy, derived, self.mesh)
+        sides = (
+            (found.inputs, op.rule.inputs, derived.inputs, op.call.operands),
+            (found.outputs, op.rule.outputs, derived.outputs, op.call.results),
+        )
+        return [
+            (hops, self.numel(op, strategy, tensors[i], ports[i]) * value.dtype.itemsize)
+            for by_port, tensors, ports, values in sides
+            for i, hops in by_port.items()
+            if (value := values[i]) is not None
+        ]
 
     # What `passes/formula.py` replaces by numbers that remember how they were made:
 

@@ -276,7 +276,7 @@ def _temporal_1d(
 def _rings(
     rule: OpRule, mesh: Mesh, axes: tuple[str, ...], movable: frozenset[int], space: StrategySpace
 ) -> Iterator[Strategy]:
-    """A factor at d, a loop at d+t: what has only the loop travels.
+    """A factor at d, a loop at d-t: what has only the loop travels, to the next rank, as causal masks want keys to.
 
     A result that travels starts one rank further on, so that it ends where the plain form says.
     """
@@ -284,8 +284,8 @@ def _rings(
         q = mesh.size[axis]
         rest = tuple(other for other in axes if other != axis)
         for f in sorted(movable - {g}):
-            for offset in (0, 1):
-                cuts = {f: form(q, **{axis: 1}), g: form(q, 1, offset, **{axis: 1})}
+            for offset in (0, -1):
+                cuts = {f: form(q, **{axis: 1}), g: form(q, -1, offset, **{axis: 1})}
                 made = _with_rest(rule, mesh, rest, movable, cuts, q, space)
                 yield from (s for s in made if _travels(rule, s, mesh) == (True, bool(offset)))
 

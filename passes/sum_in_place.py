@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch._ops import OpOverload
 
 from stpart_compiler.cost_models.liveness import storage_base
 from stpart_compiler.ir.program import Instr, RankProgram, Value, collective_kind
@@ -39,12 +40,15 @@ def _in_place(instr: Instr) -> Instr:
 
 
 def _owners(program: RankProgram) -> dict[str, Value]:
-    """Value -> the value that owns its storage, of values whose storage the program makes."""
+    """Value -> the value that owns its storage, of values whose storage an operator of the program makes.
+
+    Functions of several ops may give back what they are given; operators say in their schema where they do.
+    """
     owner: dict[str, Value] = {}
     for instr in program.body:
-        base = storage_base(instr)
+        base, makes = storage_base(instr), isinstance(instr.target, OpOverload)
         for value in instr.outs:
-            if value is not None and base is None:
+            if value is not None and base is None and makes:
                 owner[value.name] = value
             elif value is not None and base is not None and base.name in owner:
                 owner[value.name] = owner[base.name]

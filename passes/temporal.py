@@ -4,7 +4,7 @@ Operands and results that come and go slice by slice: `passes/slices.py`.
 
 Moving operands need two buffers: the block in use and the one arriving. A moving result is a partial sum: it arrives
 from the previous holder while this rank computes its own part, and is sent on with that part added. Blocks that
-contribute nothing (masked as a whole, or empty) are not computed.
+contribute nothing (masked as a whole, or empty) are not computed, and what is masked is not sent (`passes/hops.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from stpart_compiler.ir.combine import PAIRWISE, neutral
 from stpart_compiler.ir.layout import Atom, Range
 from stpart_compiler.ir.program import P2P_CHANNEL, Builder, Origin, Pending, Value
 from stpart_compiler.ir.rule import ONLINE, SUM, OpRule
-from stpart_compiler.ir.spacetime import MOVE, SLICE, Cuts, Derived, Port, Strategy, result_combine
+from stpart_compiler.ir.spacetime import MOVE, SLICE, Cuts, Derived, Strategy, result_combine
+from stpart_compiler.passes.hops import moving
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules import Block, is_void, merge_of
 from stpart_compiler.passes.rules.region import Region
@@ -88,7 +89,9 @@ class _Loop:
         self.first_tag = builder.reserve(strategy.steps * self.ports)
         self.made = [j for j, result in enumerate(op.call.results) if result is not None]
         self.parts: list[list[Value]] = [[] for _ in self.outs]
-        self.arriving: dict[int, tuple[Value, tuple[int, ...]]] = {}
+        self.moving = moving(op, strategy, derived, emitter.mesh)
+        self.arrived: dict[tuple[int, int], Value] = {}  # (operand, or result behind them all, step that needs it)
+        self.open: dict[int, tuple[int, ...]] = {}  # tags of a result's transfers under way
         time = strategy.time_factor
         assert time is not None
         self.time = time
@@ -101,7 +104,7 @@ class _Loop:
         return contiguous(self.builder, value)
 
     def step(self, t: int) -> None:
-        incoming, tags = self._exchange(t)
+        tags = self._exchange(t)
         self.slices = {i: arriving.take(t) for i, arriving in self.arrives.items()}
         if not self.op.rule.rings and is_void(self.op.call, self.blocks[t]):  # in rings inside all ranks take part
             made: Sequence[Value | None] = [None] * len(self.outs)
@@ -110,32 +113,28 @@ class _Loop:
             made = self.emitter.call_block(self.op, self.strategy, self.blocks[t], operands, t)
         self._combine(made, t)
         self.builder.wait(tags, P2P_CHANNEL)
-        for i, value in incoming.items():
-            self.current[i] = value
+        for i in self.moving.inputs:
+            self.current[i] = self.arrived.pop((i, t + 1), self.current[i])
 
-    def _exchange(self, t: int) -> tuple[dict[int, Value], tuple[int, ...]]:
-        """Start the moves of operands towards step t+1."""
-        moving = [i for i, port in enumerate(self.ins) if port.motion == MOVE]
-        if t + 1 == self.strategy.steps or not moving:
-            return {}, ()
-        incoming: dict[int, Value] = {}
+    def _exchange(self, t: int) -> tuple[int, ...]:
+        """Start the moves of operands that begin in step t."""
         tags: list[int] = []
-        for dtype in dict.fromkeys(self.rest[i].dtype for i in moving):
-            same = [i for i in moving if self.rest[i].dtype == dtype]
+        here = self.builder.rank, t
+        for dtype in dict.fromkeys(self.rest[i].dtype for i in self.moving.inputs):
+            found = {i: hops for i, hops in self.moving.inputs.items() if self.rest[i].dtype == dtype}
+            sent = [(i, hops.sent[here]) for i, hops in found.items() if here in hops.sent]
+            received = [(i, hop) for i, hops in found.items() for hop in hops.received.get(here, ())]
             values, used = self.builder.exchange(
-                [(self.current[i], self._peer(self.ins[i], -1), self._tag(t, i)) for i in same],
-                [(self._wire_shape(i, t + 1), dtype, self._peer(self.ins[i], 1), self._tag(t, i)) for i in same],
+                [(self.current[i], hop.target, self._tag(t, i)) for i, hop in sent],
+                [(self._wire_shape(i, hop.end), dtype, hop.source, self._tag(t, i)) for i, hop in received],
                 stem=f"{self.op.name}_in",
             )
-            incoming |= dict(zip(same, values, strict=True))
+            self.arrived |= {(i, hop.end): value for (i, hop), value in zip(received, values, strict=True)}
             tags += used
-        return incoming, tuple(tags)
+        return tuple(tags)
 
     def _tag(self, t: int, i: int) -> int:
         return self.first_tag + t * self.ports + i
-
-    def _peer(self, port: Port, sign: int) -> int:
-        return self.emitter.mesh.shifted(self.builder.rank, {axis: sign * x for axis, x in port.shift})
 
     def _wire_shape(self, i: int, t: int) -> tuple[int, ...]:
         shape = self.blocks[t].in_shape(i)
@@ -224,21 +223,24 @@ class _Loop:
 
     def _pass_on(self, j: int, part: Value | None, t: int) -> None:
         """Add what arrived to this rank's part and send the sum to its next holder."""
-        if j in self.arriving:
-            received, tags = self.arriving.pop(j)
-            self.builder.wait(tags, P2P_CHANNEL)
+        self.builder.wait(self.open.pop(j, ()), P2P_CHANNEL)
+        port, hops, here = len(self.ins) + j, self.moving.outputs[j], (self.builder.rank, t)
+        received = self.arrived.pop((port, t), None)
+        if received is not None:
             part = received if part is None else self._combined(j, part, received)
-        part = part or self._zeros(j, t)
-        self.parts[j] = [part]
         if t + 1 == self.strategy.steps:
+            self.parts[j] = [part] if part is not None else []
             return
-        tag = self._tag(t, len(self.ins) + j)
-        values, tags = self.builder.exchange(
-            [(contiguous(self.builder, part), self._peer(self.outs[j], -1), tag)],
-            [(self.blocks[t + 1].out_shape(j), part.dtype, self._peer(self.outs[j], 1), tag)],
+        sent = [hops.sent[here]] if here in hops.sent else []
+        begun = hops.received.get(here, [])
+        tag, result = self._tag(t, port), self.op.call.results[j]
+        assert result is not None
+        values, self.open[j] = self.builder.exchange(
+            [(contiguous(self.builder, part or self._zeros(j, t)), hop.target, tag) for hop in sent],
+            [(self.blocks[hop.end].out_shape(j), result.dtype, hop.source, tag) for hop in begun],
             stem=f"{self.op.name}_sum",
         )
-        self.arriving[j] = (values[0], tags)
+        self.arrived |= {(port, hop.end): value for hop, value in zip(begun, values, strict=True)}
 
     def results(self) -> list[Value | Pending | None]:
         if self.merge is not None:
@@ -256,7 +258,7 @@ class _Loop:
         return Pending(lambda: self._joined(j, leaving.finish()))
 
     def _last(self, j: int) -> Value:
-        return self.parts[j][0] if self.parts[j] else self._zeros(j, 0)
+        return self.parts[j][0] if self.parts[j] else self._zeros(j, self.strategy.steps - 1)
 
     def _finished(self, merge: Merge) -> Sequence[Value | None]:
         """What was merged, as the op itself would give it."""

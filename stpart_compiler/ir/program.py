@@ -91,6 +91,7 @@ class Instr:
     channel: int = 0
     tags: tuple[int, ...] = ()
     partial_ok: bool = False  # may read pending sums: linear in them, or part of their reduction
+    scratch: int = 0  # most bytes of tensors that the target makes and drops meanwhile (passes/scratch.py)
     _inputs: tuple[Value, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -313,7 +313,8 @@ def merge_attention(
     A row that sees none of the keys of a set has logsumexp -inf there. Made in the precision of the first two.
     """
     merged = torch.logaddexp(logsumexp, part_logsumexp)
-    return _weighted(out, logsumexp, merged) + _weighted(part.to(out.dtype), part_logsumexp, merged), merged
+    made = _weighted(out, logsumexp, merged)
+    return made.add_(_weighted(part, part_logsumexp, merged)), merged
 
 
 def merged_attention(
@@ -339,8 +340,10 @@ def merged_written(out: torch.Tensor, logsumexp: torch.Tensor, dtype: torch.dtyp
 
 
 def _weighted(out: torch.Tensor, logsumexp: torch.Tensor, merged: torch.Tensor) -> torch.Tensor:
+    """What a set of keys adds to the merged output, a new tensor; it is written once."""
     weight = torch.exp(logsumexp - merged)[..., None]
-    return torch.where(torch.isneginf(logsumexp)[..., None], 0, out * weight)
+    share = out * weight if out.dtype == weight.dtype else out.to(weight.dtype).mul_(weight)
+    return share.masked_fill_(torch.isneginf(logsumexp)[..., None], 0)
 
 
 def grouped_block(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -54,6 +55,11 @@ def attention(compiled: st.CompiledModel, rank: int) -> Iterator[Instr]:
         yield from (instr for instr in program.body if instr.origin.node in regions and instr.origin.note == "temporal")
 
 
+def called(instr: Instr) -> str:
+    """Name of the op or function that an instruction calls."""
+    return getattr(instr.target, "__name__", str(instr.target)).split(".")[0]
+
+
 @pytest.mark.parametrize("written", [True, False], ids=["written", "fused"])
 def test_attention_of_metp(written: bool) -> None:
     torch.manual_seed(0)
@@ -77,6 +83,11 @@ def test_attention_of_metp(written: bool) -> None:
         assert any(instr.kind == "exchange" for instr in inside)
         assert not any(instr.kind == "collective" for instr in inside)
         scores = [v for instr in inside if "exp_minus" in str(instr.target) for v in instr.outs if v is not None]
+        made = [Counter(called(instr) for instr in program.body) for program in compiled.artifacts[rank].programs]
+        if written:  # backward knows each row's logsumexp: of every block the scores again, and four gradients
+            assert [found["bmm"] / found["exp_minus"] for found in made] == [2, 5]
+            assert made[0]["logsumexp"] and not made[1]["logsumexp"]
+            assert made[0]["merge_written"] and not made[1]["merge_written"]
         assert bool(scores) == written
         assert {v.nbytes for v in scores} <= {8 * BATCH * HEADS * LENGTH**2 // RANKS**3}
 

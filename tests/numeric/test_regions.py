@@ -171,6 +171,7 @@ CASES = {
     "smoothed": lambda: _step(Smoothed, (2, 3, 4, 13)),
     "attention": lambda: _step(Attention, (2, 6, 24, 3)),
     "written": lambda: _step(Written, (1, 6, 8, 3)),
+    "written-uneven": lambda: _step(Written, (1, 7, 8, 3)),
     "scores": lambda: _step(Written, (2, 6, 8, 3), _scores),
     "masked-uneven": lambda: _step(Masked, (1, 7, 8, 3), _scores),
 }
@@ -178,7 +179,13 @@ CASES = {
 
 # sizes that do not divide where they matter, the others on meshes of powers of two
 MESHES: dict[bool, list[Any]] = {False: [1, 2, 4, (2, 2)], True: [3, 8, (2, 3)]}
-WRITTEN: dict[str, list[Any]] = {"written": [1, 2, 4], "scores": [4], "masked-uneven": [3], "smoothed": [2, 3]}
+WRITTEN: dict[str, list[Any]] = {
+    "written": [1, 2, 4],
+    "written-uneven": [3],
+    "scores": [4],
+    "masked-uneven": [3],
+    "smoothed": [2, 3],
+}
 PLACES = [(name, mesh) for name in CASES for mesh in WRITTEN.get(name, MESHES[name.endswith("uneven")])]
 
 
@@ -250,7 +257,8 @@ def test_middle_is_not_kept_for_backward(name: str) -> None:
         assert not any(shape[-1] == shape[-2] for shape in wide)
         return
     kept = [value for value in saved if any(size in atoms for atoms in value.atoms for size in loops)]
-    assert sorted(len(value.shape) for value in kept) == ([3, 4] if name == "attention" else [])
+    attends = name in ("attention", "written", "written-uneven")
+    assert sorted(len(value.shape) for value in kept) == ([3, 4] if attends else [])
 
 
 def test_regions_are_taken_where_memory_is_short() -> None:

@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from forced import Step
+from forced import Step, programs
 from torch import nn
 
 from stpart_compiler.compile import annotate
-from stpart_compiler.ir.mesh import parse_mesh
+from stpart_compiler.cost_models.cluster import load_cluster
+from stpart_compiler.ir.mesh import Mesh, parse_mesh
+from stpart_compiler.ir.spacetime import Strategy, derive
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.shares import imbalance
+from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.strategies import enumerate_strategies
 
 
@@ -99,3 +102,34 @@ def test_every_way_to_cut_stripes(spec: object) -> None:
     for op in (forward, backward):
         rings = [s for s in options[op.name] if s.steps > 1]
         assert rings and all(imbalance(op, ring, mesh) == 1 for ring in rings)
+
+
+@pytest.mark.parametrize(("ranks", "length"), [(3, 6), (4, 8), (4, 7), (4, 5)], ids=str)
+def test_masked_blocks_are_not_sent(ranks: int, length: int) -> None:
+    """In pieces a block goes to the ranks behind the one that has it, and nowhere else.
+
+    Length 5 leaves the last of four ranks without any. Of one that all pieces divide the price knows each byte.
+    """
+    mesh, step = parse_mesh(ranks), _step(length, 2, 2, True)
+    costs, pieces = Costs(load_cluster(None), mesh), min(ranks, -(-length // -(-length // ranks)))
+    forward, backward = _attention(step)
+    chosen = {op.name: _ring_of(op, mesh, query) for query, op in enumerate((forward, backward))}
+    step.check(mesh, chosen)
+    pairs = programs(step, mesh, chosen)[1]
+    met = pieces * (pieces - 1) // 2  # pairs of a block and a rank behind it
+    for op, phase, messages in (
+        (forward, 0, 2 * met),
+        (backward, 1, 4 * met + 2),
+    ):  # the last block starts one rank further on
+        loops = [[i for i in pair[phase].body if i.origin.note == "temporal"] for pair in pairs]
+        assert sum(len(instr.sends) for body in loops for instr in body) == messages
+        sent = max(sum(value.nbytes for instr in body for value, _ in instr.sends) for body in loops)
+        priced = costs.op(op, chosen[op.name], derive(op.rule, chosen[op.name], mesh))[1]
+        assert priced == sent if length % ranks == 0 else priced >= sent
+
+
+def _ring_of(op: OpNode, mesh: Mesh, query: int) -> Strategy:
+    """Queries are cut, and keys and values go round. `query`: position of the queries among the operands."""
+    (queries,), (keys,) = op.rule.inputs[query][2], op.rule.inputs[query + 1][2]
+    found = enumerate_strategies(op.rule, mesh, op.movable)
+    return next(s for s in found if s.time_factor == keys and s.digits[queries])

@@ -70,6 +70,14 @@ def a_part(build: Builder, x: Value) -> list[Value]:
     return [reduced(build, part)]
 
 
+def given_back(build: Builder, x: Value) -> list[Value]:
+    return [reduced(build, build.call(_same, (x,), shape=x.shape, dtype=x.dtype, stem="same"))]
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 def summed_twice(build: Builder, x: Value) -> list[Value]:
     return [reduced(build, reduced(build, neg(build, x)))]
 
@@ -82,6 +90,7 @@ CASES: list[tuple[Body, list[bool]]] = [
     (read_later_through_a_view, [False]),
     (given_as_well, [False]),
     (a_part, [False]),
+    (given_back, [False]),
     (summed_twice, [True, True]),
 ]
 
