@@ -19,7 +19,7 @@ from stpart_compiler.ir.layout import Digit, Layout, form, max_local_numel, repl
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.ir.rule import SUM, TensorMap, block_shape
-from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Slices, Strategy, derive, factor_atom
+from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Shift, Slices, Strategy, derive, factor_atom
 from stpart_compiler.passes.inner_rings import inner_op, inner_ring, inner_strategy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
@@ -94,19 +94,19 @@ class Costs:
         steps = self.steps(strategy)
         added, joined = self._combine_seconds(op, strategy, derived)
         compute = {part: seconds + added * (steps - 1) / steps for part, seconds in compute.items()}
-        moved, axes = self._moving_bytes(op, strategy, derived)
-        if not axes:
+        moving = self._moving_bytes(op, strategy, derived)
+        if not moving:
             return max(compute.values()) * steps + joined, within * steps
-        link = self.link.link(axes)
-        messages = sum(port.motion == MOVE for port in (*derived.inputs, *derived.outputs))
+        sizes = [nbytes for _, nbytes in moving]
+        transfer = self.link.moves(tuple(shift for shift, _ in moving)).seconds(sizes)
 
         def loop_seconds(row: tuple[Computed, ...]) -> float:
             usual = max(row[:-1], key=row[:-1].count)
             odd = [compute[part] for part in row[:-1] if part != usual]
             last, hidden = compute[row[-1]], self.cluster.hidden.exchanges
-            return temporal_seconds(compute[usual], moved, steps, link, messages, odd, last, hidden)
+            return temporal_seconds(compute[usual], transfer, steps, odd, last, hidden)
 
-        return max(map(loop_seconds, rows)) + joined, moved * (steps - 1) + within * steps
+        return max(map(loop_seconds, rows)) + joined, sum(sizes) * (steps - 1) + within * steps
 
     # What `passes/formula.py` replaces by numbers that remember how they were made:
 
@@ -159,16 +159,15 @@ class Costs:
             moved += within
         return seconds, moved
 
-    def _moving_bytes(self, op: OpNode, strategy: Strategy, derived: Derived) -> tuple[int, tuple[str, ...]]:
-        """Bytes that a rank sends between two steps, and the mesh axes along which they go."""
-        moved, axes = 0, set()
+    def _moving_bytes(self, op: OpNode, strategy: Strategy, derived: Derived) -> list[tuple[Shift, int]]:
+        """Per tensor that moves, how far, and the bytes that a rank sends of it between two steps."""
         operands = zip(op.rule.inputs, derived.inputs, op.call.operands, strict=True)
         results = zip(op.rule.outputs, derived.outputs, op.call.results, strict=True)
-        for tensor, port, value in (*operands, *results):
-            if port.motion == MOVE and value is not None:
-                moved += self.numel(op, strategy, tensor, port) * value.dtype.itemsize
-                axes |= {axis for axis, _ in port.shift}
-        return moved, tuple(sorted(axes))
+        return [
+            (port.shift, self.numel(op, strategy, tensor, port) * value.dtype.itemsize)
+            for tensor, port, value in (*operands, *results)
+            if port.motion == MOVE and value is not None
+        ]
 
 
 @dataclass
