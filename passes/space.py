@@ -94,7 +94,7 @@ class Costs:
         steps = self.steps(strategy)
         added, joined = self._combine_seconds(op, strategy, derived)
         compute = {part: seconds + added * (steps - 1) / steps for part, seconds in compute.items()}
-        moving = self._moving_bytes(op, strategy, derived)
+        moving = self.moving(op, strategy, derived)
         if not moving:
             return max(compute.values()) * steps + joined, within * steps
         sizes = [nbytes for _, nbytes in moving]
@@ -159,7 +159,7 @@ class Costs:
             moved += within
         return seconds, moved
 
-    def _moving_bytes(self, op: OpNode, strategy: Strategy, derived: Derived) -> list[tuple[Shift, int]]:
+    def moving(self, op: OpNode, strategy: Strategy, derived: Derived) -> list[tuple[Shift, int]]:
         """Per tensor that moves, how far, and the bytes that a rank sends of it between two steps."""
         operands = zip(op.rule.inputs, derived.inputs, op.call.operands, strict=True)
         results = zip(op.rule.outputs, derived.outputs, op.call.results, strict=True)
