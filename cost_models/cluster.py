@@ -217,11 +217,6 @@ class Cluster:
         """
         return _link_for(self, frozenset(axes), mesh, each, alone)
 
-    def slowest(self, groups: Sequence[Group]) -> Link:
-        """Slowest link that some of these groups cross, as one of them sees it while all of them communicate."""
-        links = [_share_of(link, groups) for _, link in self.levels[: self.crossed(groups) + 1]]
-        return _slowest(links)
-
     def crossed(self, groups: Sequence[Group]) -> int:
         """Index of the innermost level that joins the ranks of each of these groups."""
         return max(self.level_between(min(group), max(group)) for group in groups)

@@ -97,3 +97,8 @@ def members(group: Sequence[int], among: str, unit: int) -> list[Group]:
         return [tuple(sorted(group))]
     parts = parts_of(group, unit)
     return parts if among == INSIDE else list(zip(*parts, strict=True))
+
+
+def ring(group: Sequence[int]) -> list[tuple[int, int]]:
+    """Each member with the next one, to which it sends."""
+    return list(zip(group, (*group[1:], group[0]), strict=True))

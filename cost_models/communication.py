@@ -22,14 +22,20 @@ from stpart_compiler.cost_models.collectives import (
     members,
     parts_of,
     phases,
+    ring,
     traffic,
 )
+from stpart_compiler.cost_models.ports import Pair, Shared, as_shared, shared
 from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.ir.spacetime import Shift
 
 COLLECTIVES = KINDS
 
 Route = tuple[tuple[Phase, Link], ...]
 """Phases of a collective one after another, each with the slowest link that it crosses."""
+
+Way = tuple[Route, Route]
+"""How a collective goes: in one group alone, and while others beside it go so too."""
 
 
 def p2p_seconds(nbytes: float, link: Link, messages: int = 1) -> float:
@@ -74,17 +80,37 @@ def _reached_seconds(kind: str, nbytes: float, link: Link, messages: int) -> flo
     return exchange_seconds(nbytes / link.reached(kind, nbytes) if link.efficiency else nbytes, link, messages)
 
 
-def routes(cluster: Cluster, kind: str, groups: Sequence[Group]) -> tuple[Route, ...]:
-    """The ways in which a collective may go in groups of one size that communicate at the same time."""
-    whole, unit = cluster.slowest(groups), unit_of(cluster, groups)
-    parts = [parts_of(group, unit) for group in groups]
-    even = len({len(part) for each in parts for part in each}) == 1
-    links = {
-        among: cluster.slowest([each for group in groups for each in members(group, among, unit)])
-        for among in ((WHOLE, INSIDE, BETWEEN) if even else (WHOLE,))
-    }
-    ways = _possible(kind, whole, len(groups[0]), len(parts[0]) if even else 1)
+def routes(cluster: Cluster, kind: str, group: Group) -> tuple[Route, ...]:
+    """The ways in which a collective may go in a group that has its links for itself."""
+    pairs = {among: _pairs(cluster, [group], among) for among in _amongs(cluster, group)}
+    links = {among: as_shared(cluster, each) for among, each in pairs.items()}
+    parts = len(parts_of(group, unit_of(cluster, group))) if len(links) > 1 else 1
+    ways = _possible(kind, links[WHOLE], len(group), parts)
     return tuple(tuple((phase, links[phase.among]) for phase in way) for way in ways)
+
+
+def _amongs(cluster: Cluster, group: Group) -> tuple[str, ...]:
+    """Among whom phases of a collective may be: in hosts and between them where the group has as many ranks in each."""
+    sizes = {len(part) for part in parts_of(group, unit_of(cluster, group))}
+    return (WHOLE, INSIDE, BETWEEN) if len(sizes) == 1 and not sizes & {1, len(group)} else (WHOLE,)
+
+
+def _pairs(cluster: Cluster, groups: Sequence[Group], among: str) -> list[Pair]:
+    """Who sends to whom while all these groups are in such a phase, those as a whole that cannot be in another one."""
+    found = []
+    for group in groups:
+        own = among if among in _amongs(cluster, group) else WHOLE
+        found += [pair for each in members(group, own, unit_of(cluster, group)) for pair in ring(each)]
+    return found
+
+
+def _beside(cluster: Cluster, group: Group, others: Sequence[Group], route: Route) -> Route:
+    """A route of a group while others go so too: of the links that it crosses it has less."""
+    found = []
+    for phase, link in route:
+        own, beside = _pairs(cluster, [group], phase.among), _pairs(cluster, others, phase.among)
+        found.append((phase, replace(link, bandwidth=as_shared(cluster, own, beside).bandwidth)))
+    return tuple(found)
 
 
 def _possible(kind: str, link: Link, group_size: int, parts: int = 1) -> list[tuple[Phase, ...]]:
@@ -93,29 +119,26 @@ def _possible(kind: str, link: Link, group_size: int, parts: int = 1) -> list[tu
     return [way for way in ways if way] or [phases(kind, RING, group_size)]
 
 
-def unit_of(cluster: Cluster, groups: Sequence[Group]) -> int:
-    """Ranks of a host, or whatever the outermost level that the groups cross joins."""
-    crossed = cluster.crossed(groups)
+def unit_of(cluster: Cluster, group: Group) -> int:
+    """Ranks of a host, or whatever is inside of the outermost level that the group crosses."""
+    crossed = cluster.level_between(min(group), max(group))
     return (cluster.levels[crossed - 1][0] or 1) if crossed else 1
 
 
 def temporal_seconds(
     step_compute: float,
-    step_bytes: float,
+    transfer: float,
     steps: int,
-    link: Link,
-    messages: int = 1,
     odd: Sequence[float] = (),
     last: float | None = None,
     hidden: float = 1.0,
 ) -> float:
     """Seconds of a temporal loop: each step computes while the next step's blocks travel; the last one only computes.
 
-    `step_compute`: seconds a step. `step_bytes`: bytes that a rank sends, and receives, between two steps, in
-    `messages` messages each way (one per moving tensor). `odd`: seconds of steps before the last that take other than
-    `step_compute`; `last`: of the last, where it does. `hidden`: the part of the time both run that costs nothing.
+    `step_compute`: seconds a step. `transfer`: seconds in which the blocks travel. `odd`: seconds of steps before the
+    last that take other than `step_compute`; `last`: of the last, where it does. `hidden`: the part of the time both
+    run that costs nothing.
     """
-    transfer = exchange_seconds(step_bytes, link, messages) if step_bytes else 0.0
     usual = (steps - 1 - len(odd)) * beside(step_compute, transfer, hidden)
     late = sum(beside(seconds, transfer, hidden) for seconds in odd)
     return usual + late + (step_compute if last is None else last)
@@ -125,6 +148,26 @@ def beside(compute: float, transfer: float, hidden: float) -> float:
     """Seconds of both at once."""
     longer = max(compute, transfer)
     return longer if hidden == 1.0 else longer + (1 - hidden) * min(compute, transfer)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The ends of links over which the blocks of a loop's tensors travel between two steps."""
+
+    ends: tuple[Shared, ...]
+
+    def seconds(self, nbytes: Sequence[float]) -> float:
+        """Seconds of a step. `nbytes`: of the block of each tensor that moves."""
+        return max(end.messages * end.link.latency + _occupied(end, nbytes) for end in self.ends)
+
+    def bandwidth(self, nbytes: Sequence[float]) -> float:
+        """Bytes/s at which a rank sends them all, without latencies."""
+        return sum(nbytes) / max(_occupied(end, nbytes) for end in self.ends)
+
+
+def _occupied(end: Shared, nbytes: Sequence[float]) -> float:
+    """Seconds for which blocks of so many bytes are on it."""
+    return sum(n * count for n, count in zip(nbytes, end.counts, strict=True) if count) / end.link.bandwidth
 
 
 @dataclass(frozen=True)
@@ -138,9 +181,10 @@ class LinkCost:
     cluster: Cluster
     mesh: Mesh
     _links: dict[tuple[tuple[str, ...], int], Link] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _routes: dict[tuple[str, tuple[str, ...]], tuple[Route, ...]] = field(
+    _routes: dict[tuple[str, tuple[str, ...]], tuple[tuple[Way, ...], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _moves: dict[tuple[Shift, ...], Moves] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.cluster.check_mesh(self.mesh)
@@ -183,24 +227,45 @@ class LinkCost:
             raise ValueError(f"communication {kind!r} is unknown; use one of p2p, {', '.join(COLLECTIVES)}")
         if group_size <= 1:
             return 0.0
-        link = self.link(axes, group_size if kind in RINGS else 1)
-        if kind in RINGS and link.algorithms != (RING,):
-            return self._cheapest(kind, group_size, nbytes / traffic(kind, group_size)[0], axes, link)
+        if kind in RINGS:
+            return self._collective(kind, group_size, nbytes / traffic(kind, group_size)[0], axes)
+        link = self.link(axes)
         if mean is None or mean == nbytes:
             return _seconds(kind, nbytes, link, messages)
         return max(_seconds(kind, nbytes, self._alone(axes), messages), _seconds(kind, mean, link, messages))
 
-    def _cheapest(self, kind: str, group_size: int, nbytes: float, axes: tuple[str, ...], link: Link) -> float:
-        """Seconds by the cheapest algorithm. `nbytes`: of the whole tensor.
+    def moves(self, shifts: tuple[Shift, ...]) -> Moves:
+        """What a step of a loop costs in which every rank sends a block to each of the ranks at these displacements."""
+        found = self._moves.get(shifts)
+        if found is None:
+            ranks = range(self.mesh.world_size)
+            kinds = [[(rank, self.mesh.shifted(rank, dict(shift))) for rank in ranks] for shift in shifts]
+            found = self._moves[shifts] = Moves(shared(self.cluster, kinds))
+        return found
 
+    def _collective(self, kind: str, group_size: int, nbytes: float, axes: tuple[str, ...]) -> float:
+        """Seconds of a collective of a whole tensor of `nbytes`, in all groups along the axes at once.
+
+        Each goes by the algorithm that is cheapest for it alone: the library of one group does not know of the others.
         Where a group of skewed forms lies in its hosts is not known here: it is taken not to tell them apart.
         """
         if group_size < math.prod(self.mesh.size[axis] for axis in axes):
-            return collective_seconds(kind, nbytes, group_size, link)
+            return collective_seconds(kind, nbytes, group_size, self.link(axes, group_size))
         ways = self._routes.get((kind, axes))
         if ways is None:
-            ways = self._routes[kind, axes] = routes(self.cluster, kind, groups_along(axes, self.mesh))
-        return min(route_seconds(way, nbytes) for way in ways)
+            ways = self._routes[kind, axes] = self._ways(kind, axes)
+        taken = (min(each, key=lambda way: route_seconds(way[0], nbytes)) for each in ways)
+        return max(route_seconds(beside, nbytes) for _, beside in taken)
+
+    def _ways(self, kind: str, axes: tuple[str, ...]) -> tuple[tuple[Way, ...], ...]:
+        """For groups along the axes that differ in them, the ways to go: each alone, and while all groups go so."""
+        groups = groups_along(axes, self.mesh)
+        found: dict[tuple[Way, ...], None] = {}
+        for at, group in enumerate(groups):
+            others = (*groups[:at], *groups[at + 1 :])
+            alone = routes(self.cluster, kind, group)
+            found[tuple((way, _beside(self.cluster, group, others, way)) for way in alone)] = None
+        return tuple(found)
 
     def _alone(self, axes: tuple[str, ...]) -> Link:
         """Slowest link that the axes cross, as a rank has it while no other one uses it."""

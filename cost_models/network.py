@@ -1,8 +1,7 @@
 """Messages under way on the links of a cluster: at any moment the messages on one link share it equally.
 
-Each rank has, at each level of the hierarchy, a link out and a link in (one for both where it is not full duplex, one
-for several ranks where they share it). A message runs at the rate of the slower of its two ends; when one starts or
-ends, the rates of those it met change. Latencies of messages that a rank sends over one link follow one another.
+A message runs at the rate of the slower of its two ends (`ports.py`); when one starts or ends, the rates of those it
+met change. Latencies of messages that a rank sends over one link follow one another.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from itertools import count
 from typing import Any
 
 from stpart_compiler.cost_models.cluster import Cluster
+from stpart_compiler.cost_models.ports import PortKey, ports_between
 
 Action = Callable[[float, Any], None]
 """What happens at a moment: called with the time in seconds and its argument."""
@@ -69,7 +69,7 @@ class Network:
     def __init__(self, cluster: Cluster, clock: Clock) -> None:
         self._cluster = cluster
         self._clock = clock
-        self._ports: dict[tuple[str, int, int], Port] = {}
+        self._ports: dict[PortKey, Port] = {}
         self._changed: dict[Flow, None] = {}
         self._between: dict[tuple[int, int], tuple[Port, ...]] = {}
         self._free_at: dict[tuple[int, int], float] = {}  # when the latency of a rank's last message is over
@@ -117,14 +117,11 @@ class Network:
 
     def _route(self, source: int, target: int) -> tuple[Port, ...]:
         if (source, target) not in self._between:
-            level = self._cluster.level_between(source, target)
-            out, into = self._port("out", level, source), self._port("in", level, target)
-            self._between[source, target] = (out,) if out is into else (out, into)
+            keys = ports_between(self._cluster, source, target)
+            self._between[source, target] = tuple(map(self._port, keys))
         return self._between[source, target]
 
-    def _port(self, side: str, level: int, rank: int) -> Port:
-        link = self._cluster.levels[level][1]
-        key = (side if link.full_duplex else "both", level, rank // link.shared_by)
+    def _port(self, key: PortKey) -> Port:
         if key not in self._ports:
-            self._ports[key] = Port(link.bandwidth)
+            self._ports[key] = Port(self._cluster.levels[key[1]][1].bandwidth)
         return self._ports[key]

@@ -2,11 +2,12 @@
 
 Each rank runs its instructions one after another. Compute takes the time of the cost model on the shapes of that rank.
 A transfer starts once both of its ends, or all members of its collective, have come to it; it does not hold up its
-ranks until they wait for it, but for what it takes from the compute beside it (`Hidden`). A collective goes by the
-algorithm that is cheapest for its group alone, phase by phase; in each, a member sends to the next one of a ring, in an
-all-to-all to all others. What it does not reach of a link's bandwidth is sent as so many more bytes. On accelerators,
-whose collective library keeps one queue per group of ranks, a rank's exchanges of one channel follow one another, and
-so do its collectives in one group of one channel. Backward starts on a rank when its forward is done.
+ranks until they wait for it, but for what it takes from the compute beside it (`Hidden`): if all, they wait for its
+end at once, as where compute and transfers have one queue. A collective goes by the algorithm that is cheapest for its
+group alone, phase by phase; in each, a member sends to the next one of a ring, in an all-to-all to all others. What it
+does not reach of a link's bandwidth is sent as so many more bytes. On accelerators, whose collective library keeps one
+queue per group of ranks, a rank's exchanges of one channel follow one another, and so do its collectives in one group
+of one channel. Backward starts on a rank when its forward is done.
 
 The same programs on the same cluster always give the same times.
 """
@@ -20,7 +21,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 from stpart_compiler.cost_models.cluster import Cluster
-from stpart_compiler.cost_models.collectives import Group, members
+from stpart_compiler.cost_models.collectives import Group, members, ring
 from stpart_compiler.cost_models.communication import Route, route_seconds, routes, unit_of
 from stpart_compiler.cost_models.compute import copy_seconds
 from stpart_compiler.cost_models.instructions import InstructionCost
@@ -71,10 +72,6 @@ class _End:
     began: float = 0.0
     done_at: float | None = None
 
-    @property
-    def is_of_a_loop(self) -> bool:
-        return self.instr.kind == "exchange" and self.instr.origin.step is not None
-
 
 @dataclass(eq=False)
 class _Operation:
@@ -99,9 +96,9 @@ class _Rank:
     intervals: list[Interval] = field(default_factory=list)
     starts: list[list[float]] = field(default_factory=list)
     open: dict[tuple[int, int], list[_End]] = field(default_factory=dict)
-    awaited: int = 0  # ends that the wait it stands at is for and that are not done
-    computed: list[tuple[float, float]] = field(default_factory=list)
-    disturbed_until: float = 0.0  # what transfers cost the compute beside them is paid up to then
+    awaited: int = 0  # ends that the instruction it stands at waits for and that are not done
+    has_started: bool = False  # the transfer it stands at
+    computed: list[tuple[float, float]] = field(default_factory=list)  # when no transfer took anything from it so far
 
     def current(self) -> Instr | None:
         """The next instruction, in the next phase where this one is done; None at the end of the step."""
@@ -116,20 +113,27 @@ class _Rank:
             self.clock += seconds
 
     def disturbed(self, end: _End, hidden: float) -> float:
-        """Seconds that compute beside a transfer lost to it."""
+        """Seconds that compute beside a transfer lost to it; of several transfers at once the first one takes them."""
         if hidden == 1.0 or end.done_at is None:
             return 0.0
-        start, self.disturbed_until = max(end.began, self.disturbed_until), max(end.done_at, self.disturbed_until)
-        beside = 0.0
-        for low, high in reversed(self.computed):
-            if high <= start:
-                break
-            beside += max(0.0, min(high, end.done_at) - max(low, start))
+        beside, left = 0.0, []
+        while self.computed and self.computed[-1][1] > end.began:
+            low, high = self.computed.pop()
+            start, stop = max(low, end.began), min(high, end.done_at)
+            beside += max(0.0, stop - start)
+            parts = ((stop, high), (low, start)) if start < stop else ((low, high),)
+            left += [part for part in parts if part[0] < part[1]]
+        self.computed += reversed(left)
         return (1 - hidden) * beside
 
+    def wait(self, until: float, started: Instr) -> None:
+        """Do nothing up to a moment, because of a transfer."""
+        self.intervals.append(Interval(self.clock, until, WAIT, started))
+        self.clock = until
+
     def ends_of(self, instr: Instr) -> list[_End]:
-        """What a wait is for."""
-        return [end for tag in instr.tags for end in self.open.get((instr.channel, tag), ())]
+        """What a wait is for, or what a transfer has started."""
+        return [end for tag in _tags(instr) for end in self.open.get((instr.channel, tag), ())]
 
     def where(self) -> str:
         phase = self.phases[self.phase].program.phase
@@ -194,38 +198,48 @@ class _Simulation:
             if instr.kind == "wait":
                 if not self._waited(rank, instr):
                     return
-            elif instr.kind == "exchange":
-                self._post(rank, instr, self._message_ends(rank, instr))
-            elif instr.kind == "collective":
-                self._post(rank, instr, self._collective_end(rank, instr))
+            elif instr.kind in ("exchange", "collective"):
+                if not self._started(rank, instr):
+                    return
             else:
                 rank.compute(instr, rank.prices[rank.phase][rank.at])
             rank.at += 1
 
+    def _started(self, rank: _Rank, instr: Instr) -> bool:
+        """Whether a rank may go on once it has started a transfer: of what nothing hides it waits for the end."""
+        if not rank.has_started:
+            ends = self._message_ends if instr.kind == "exchange" else self._collective_end
+            self._post(rank, instr, ends(rank, instr))
+        rank.has_started = not self._hidden(instr) and not self._arrived(rank, rank.ends_of(instr))
+        return not rank.has_started
+
     def _waited(self, rank: _Rank, instr: Instr) -> bool:
         ends = rank.ends_of(instr)
-        rank.awaited = sum(1 for end in ends if end.done_at is None)
-        if rank.awaited:
+        if not self._arrived(rank, ends):
             return False
-        done = max((end.done_at for end in ends if end.done_at is not None), default=rank.clock)
-        if done > rank.clock:
-            started = next(end.instr for end in ends if end.done_at == done)
-            rank.intervals.append(Interval(rank.clock, done, WAIT, started))
-            rank.clock = done
-        self._disturb(rank, instr, ends)
+        lost = sum(rank.disturbed(end, self._hidden(end.instr)) for end in ends)
+        if lost:
+            rank.wait(rank.clock + lost, ends[0].instr)
         for end in ends:
             rank.compute(end.instr, end.finish_seconds)
         for tag in instr.tags:
             rank.open.pop((instr.channel, tag), None)
         return True
 
-    def _disturb(self, rank: _Rank, instr: Instr, ends: list[_End]) -> None:
-        """The rank is late by what transfers and the compute beside them took from each other."""
-        hidden = self.cluster.hidden
-        lost = sum(rank.disturbed(end, hidden.exchanges if end.is_of_a_loop else hidden.collectives) for end in ends)
-        if lost:
-            rank.intervals.append(Interval(rank.clock, rank.clock + lost, WAIT, ends[0].instr))
-            rank.clock += lost
+    def _arrived(self, rank: _Rank, ends: list[_End]) -> bool:
+        """Whether these ends are done; the rank's clock is then not before the last of them."""
+        rank.awaited = sum(1 for end in ends if end.done_at is None)
+        if rank.awaited:
+            return False
+        done = max((end.done_at for end in ends if end.done_at is not None), default=rank.clock)
+        if done > rank.clock:
+            rank.wait(done, next(end.instr for end in ends if end.done_at == done))
+        return True
+
+    def _hidden(self, instr: Instr) -> float:
+        """The part of a transfer's time beside compute that costs nothing."""
+        of_a_loop = instr.kind == "exchange" and instr.origin.step is not None
+        return self.cluster.hidden.exchanges if of_a_loop else self.cluster.hidden.collectives
 
     def _message_ends(self, rank: _Rank, instr: Instr) -> list[tuple[int, _End]]:
         """Per message that moves bytes, its tag and this rank's end of it: the sends first."""
@@ -312,9 +326,9 @@ class _Simulation:
             self._collected(now, collective)
             return
         phase, link = collective.left.popleft()
-        groups = members(collective.group, phase.among, unit_of(self.cluster, [collective.group]))
+        groups = members(collective.group, phase.among, unit_of(self.cluster, collective.group))
         all_pairs = phase.kind == "all_to_all"
-        pairs = [pair for each in groups for pair in (permutations(each, 2) if all_pairs else _neighbours(each))]
+        pairs = [pair for each in groups for pair in (permutations(each, 2) if all_pairs else ring(each))]
         moved = phase.share * collective.nbytes * len(collective.group) / len(pairs)
         under_way = len(pairs)
 
@@ -339,7 +353,7 @@ class _Simulation:
 
     def _routes(self, kind: str, group: Group) -> tuple[Route, ...]:
         if (kind, group) not in self.routes:
-            self.routes[kind, group] = routes(self.cluster, kind, [group])
+            self.routes[kind, group] = routes(self.cluster, kind, group)
         return self.routes[kind, group]
 
     def _finish(self, now: float, operation: _Operation, end: _End) -> None:
@@ -364,9 +378,11 @@ class _Simulation:
             raise DeadlockError("simulate: deadlock: " + "; ".join(map(_waits_for, stuck[:4])))
 
 
-def _neighbours(group: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Each member of a ring with the next one."""
-    return list(zip(group, (*group[1:], group[0]), strict=True))
+def _tags(instr: Instr) -> list[int]:
+    """Those that an instruction waits for, or of the messages or the collective that it starts."""
+    if instr.kind == "exchange":
+        return list(dict.fromkeys(message.tag for _, message in (*instr.sends, *instr.recvs)))
+    return [instr.tag] if instr.kind == "collective" else list(instr.tags)
 
 
 def _queue_of(operation: _Operation) -> tuple[object, ...]:
@@ -376,10 +392,10 @@ def _queue_of(operation: _Operation) -> tuple[object, ...]:
 
 def _waits_for(rank: _Rank) -> str:
     instr = rank.current()
-    assert instr is not None and instr.kind == "wait"
+    assert instr is not None
     missing = next(end for end in rank.ends_of(instr) if end.done_at is None)
     others = sorted(
         {message.peer for _, message in (*missing.instr.sends, *missing.instr.recvs)} | set(missing.instr.group)
     )
     others = [other for other in others if other != rank.number]
-    return f"{rank.where()} waits for tags {list(instr.tags)} with ranks {others}, which do not all come to it"
+    return f"{rank.where()} waits for tags {_tags(instr)} with ranks {others}, which do not all come to it"

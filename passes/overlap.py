@@ -1,9 +1,13 @@
 """How much of a re-layout runs beside compute: what the schedule starts early hides behind the products meanwhile.
 
-A parameter is fetched while the product before its own runs, a gradient is reduced while those after its own do
-(`passes/schedule.py`). In a model of many layers these take about as long as its own product; each product hides one
-transfer: the fetch of the parameter that it reads, or the reduction of the gradient that it makes. How long it leaves
-the links idle depends on its strategy, which the layout of what it reads or makes tells.
+A parameter, or what backward reads of forward, is fetched while the product before its own runs, a gradient is reduced
+while those after its own do (`passes/schedule.py`). In a model of many layers these take about as long as its own
+product; each product hides one transfer: the fetch of what rests and it reads, or the reduction of the gradient that it
+makes. How long it leaves the links idle depends on its strategy, which the layout of what it reads or makes tells.
+
+What is made is re-laid out at once, beside the products that run before it is read: so the gradient of an activation
+beside that of a weight, as far as it stays inside of hosts. Their order does not depend on placements; their work is
+shared by all ranks.
 
 When a phase begins nothing has been fetched, and when it ends the last gradients are not reduced: there one fetch, and
 one reduction, is not hidden. Which ones is taken from a step in which all parameters are spread over all ranks
@@ -18,6 +22,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from stpart_compiler.cost_models.cluster import groups_along
 from stpart_compiler.cost_models.communication import LinkCost, exchange_seconds
 from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.ir.layout import Layout
@@ -26,7 +31,7 @@ from stpart_compiler.passes.ahead import Ahead
 from stpart_compiler.passes.order import is_heavy, orders
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 from stpart_compiler.passes.quotient import Edge
-from stpart_compiler.passes.space import Space, needs_of, ports_of
+from stpart_compiler.passes.space import Choices, Space, needs_of, ports_of
 
 
 class Beside(NamedTuple):
@@ -52,16 +57,44 @@ class Overlap:
         self.graph = space.graph
         self.link = space.costs.cluster.link_for(space.mesh.axes, space.mesh)
         self.known: dict[object, dict[tuple[Layout, Slices | None], float]] = {}
+        self.idle: dict[int, list[float]] = {}
+        cluster, mesh = space.costs.cluster, space.mesh
+        self.inside = {axis for axis in mesh.axes if not cluster.crossed(groups_along((axis,), mesh))}
 
     def seconds(self, edge: Edge, sources: Sequence[Port], targets: Sequence[Port]) -> Beside:
-        """What hides a re-layout of this use, each time: 0 unless it is of a parameter or to a gradient."""
+        """What hides a re-layout of this use, each time."""
         fetches, results = _unhidden(self.graph, self.space.costs.link)
         if edge.consumer < 0:
             maker = self._maker(edge) if edge.port >= 0 else None
             share = self._share(maker, results)
             return Beside(self._each(maker, edge, sources), (math.inf,) * len(targets), share)
-        reader = self._reader(edge) if self._rests(edge) else None
+        if not self._rests(edge):
+            return Beside(self._beside_later(edge, sources), (math.inf,) * len(targets), 1.0)
+        reader = self._reader(edge)
         return Beside((math.inf,) * len(sources), self._each(reader, edge, targets), self._share(reader, fetches))
+
+    def _beside_later(self, edge: Edge, sources: Sequence[Port]) -> tuple[float, ...]:
+        """Per layout of a value that is made, what runs before it is read: of transfers that stay inside of hosts.
+
+        Links between hosts are busy by then, with the reductions of gradients and the loops of those products.
+        """
+        seconds = self._between(edge)
+        return tuple(seconds if self._stays_inside(port.layout) else 0.0 for port in sources)
+
+    def _stays_inside(self, layout: Layout) -> bool:
+        """Whether ranks that differ along the digits of a layout, or of its pending sum alone, are in one host."""
+        digits = layout.partial or layout.digits
+        return {axis for digit in digits for axis, _ in digit.coeffs} <= self.inside
+
+    def _between(self, edge: Edge) -> float:
+        """Seconds of the products that run between the op that makes the value and the one that reads it."""
+        kind, klass, _ = edge.producer
+        worked = _worked(self.graph, self.space.costs.link)
+        for reader in self.graph.classes[edge.consumer]:
+            maker = self.graph.by_name.get(reader.operands[edge.port][0])
+            if kind == "op" and maker is not None and maker.klass == klass:
+                return _apart(worked.get(maker.name), worked.get(reader.name))
+        return 0.0
 
     def _share(self, op: OpNode | None, unhidden: Counter[int]) -> float:
         """Of the ops like this one those whose transfer is hidden."""
@@ -82,14 +115,31 @@ class Overlap:
             ports_of(self.space, edge.producer, edge.value) if is_made else needs_of(self.space, edge)
         )
         choices = self.space.choices[op.klass]
-        times = zip(choices.seconds, choices.moved, strict=True)
-        idle = [max(0.0, seconds - exchange_seconds(moved, self.link)) for seconds, moved in times]
+        idle = self._idle(op.klass)
         by_choice = {i: idle[s] for s, ids in enumerate(choices.members) for i in ids}
         if root != choices.root:
             return {(port.layout, port.slices): min(idle) for port in ports}
         return {
             (port.layout, port.slices): min(by_choice[i] for i in ids) for port, ids in zip(ports, members, strict=True)
         }
+
+    def _idle(self, klass: int) -> list[float]:
+        """Per strategy of a class, its seconds in which its own transfers leave the links idle."""
+        if klass not in self.idle:
+            choices = self.space.choices[klass]
+            busy = [self._busy(choices, s) if moved else 0.0 for s, moved in enumerate(choices.moved)]
+            self.idle[klass] = [max(0.0, own - sent) for own, sent in zip(choices.seconds, busy, strict=True)]
+        return self.idle[klass]
+
+    def _busy(self, choices: Choices, s: int) -> float:
+        """Seconds of the transfers of a loop over the links that it takes; of rings inside of it, over any."""
+        costs, times = self.space.costs, choices.strategies[s].steps - 1
+        moving = costs.moving(choices.op, choices.strategies[s], choices.derived[s])
+        if not moving:
+            return exchange_seconds(choices.moved[s], self.link)
+        sizes = [nbytes for _, nbytes in moving]
+        own = costs.link.moves(tuple(shift for shift, _ in moving)).seconds(sizes)
+        return times * own + exchange_seconds(choices.moved[s] - times * sum(sizes), self.link)
 
     def _maker(self, edge: Edge) -> OpNode | None:
         """The product behind a gradient."""
@@ -107,11 +157,13 @@ class Overlap:
         return op if is_heavy(op) else None
 
     def _rests(self, edge: Edge) -> bool:
-        """Whether the value exists before its phase starts: a parameter or a view of one."""
+        """Whether the value exists before its phase starts: a parameter, a view of one, or what forward has made."""
         kind, klass, _ = edge.producer
         if kind != "op":
             return kind == "param"
-        op = self.space.choices[klass].op
+        op, backward = self.space.choices[klass].op, self.graph.backward
+        if op.name not in backward and self.space.choices[edge.consumer].op.name in backward:
+            return True
         while is_view(op.call.target) and op.operands:
             key = op.operands[0]
             if key[0] not in self.graph.by_name:
@@ -141,3 +193,32 @@ def _unhidden(graph: Annotated, cost: LinkCost) -> tuple[Counter[int], Counter[i
             made[maker.name] = value.numel * value.dtype.itemsize
     last = phases[1].late_result(made)
     return fetches, Counter([last.klass] if last is not None else [])
+
+
+class _At(NamedTuple):
+    """Where an op is: its phase, and the seconds of products before it and up to its end."""
+
+    phase: int
+    before: float
+    after: float
+
+
+def _apart(maker: _At | None, reader: _At | None) -> float:
+    """Seconds of products after an op and before another one; 0 where one of them has no place of its own."""
+    if maker is None or reader is None or maker.phase != reader.phase:
+        return 0.0
+    return max(0.0, reader.before - maker.after)
+
+
+@lru_cache(maxsize=8)
+def _worked(graph: Annotated, cost: LinkCost) -> dict[str, _At]:
+    """Per op of the step where it is."""
+    order = orders(graph)
+    found: dict[str, _At] = {}
+    for phase, ops in enumerate((order.forward, order.backward)):
+        seconds, before = Ahead(graph, ops, cost).seconds(), 0.0
+        for op in ops:
+            after = before + seconds.get(op.name, 0.0)
+            found[op.name] = _At(phase, before, after)
+            before = after
+    return found

@@ -19,8 +19,9 @@ from stpart_compiler.ir.layout import Digit, Layout, form, max_local_numel, repl
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.ir.rule import SUM, TensorMap, block_shape
-from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Slices, Strategy, derive, factor_atom
-from stpart_compiler.passes.hops import Hops, busiest, moving, skips_blocks
+from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Shift, Slices, Strategy, derive, factor_atom
+from stpart_compiler.passes.hops import Hops, busiest, skips_blocks
+from stpart_compiler.passes.hops import moving as hops_of
 from stpart_compiler.passes.inner_rings import inner_op, inner_ring, inner_strategy
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo, ValueKey
 from stpart_compiler.passes.quotient import Edge, Quotient, quotient
@@ -95,27 +96,28 @@ class Costs:
         added, joined = self._combine_seconds(op, strategy, derived)
         added = added * (steps - 1) / steps
         compute = {part: seconds + added if part.share else seconds for part, seconds in compute.items()}
-        moved, axes = self._moving_bytes(op, strategy, derived)
-        if not axes:
+        moving = self.moving(op, strategy, derived)
+        if not moving:
             return max(compute.values()) * steps + joined, within * steps
-        link = self.link.link(axes)
+        shifts, sizes = tuple(shift for shift, _ in moving), [nbytes for _, nbytes in moving]
         if skips_blocks(op, strategy, self.mesh):
-            sizes, shares = self._moving_sizes(op, strategy, derived), step_shares(op, strategy, self.mesh)
-            seconds, sent = busiest(shares, compute, sizes, link, self.cluster.hidden.exchanges)
-            return seconds + joined, min(moved * (steps - 1), sent) + within * steps
-        messages = sum(port.motion == MOVE for port in (*derived.inputs, *derived.outputs))
+            link = self.link.link(tuple(sorted({axis for shift in shifts for axis, _ in shift})))
+            hops, shares = self._hops(op, strategy, derived), step_shares(op, strategy, self.mesh)
+            seconds, sent = busiest(shares, compute, hops, link, self.cluster.hidden.exchanges)
+            return seconds + joined, min(sum(sizes) * (steps - 1), sent) + within * steps
+        transfer = self.link.moves(shifts).seconds(sizes)
 
         def loop_seconds(row: tuple[Computed, ...]) -> float:
             usual = max(row[:-1], key=row[:-1].count)
             odd = [compute[part] for part in row[:-1] if part != usual]
             last, hidden = compute[row[-1]], self.cluster.hidden.exchanges
-            return temporal_seconds(compute[usual], moved, steps, link, messages, odd, last, hidden)
+            return temporal_seconds(compute[usual], transfer, steps, odd, last, hidden)
 
-        return max(map(loop_seconds, rows)) + joined, moved * (steps - 1) + within * steps
+        return max(map(loop_seconds, rows)) + joined, sum(sizes) * (steps - 1) + within * steps
 
-    def _moving_sizes(self, op: OpNode, strategy: Strategy, derived: Derived) -> list[tuple[Hops, int]]:
+    def _hops(self, op: OpNode, strategy: Strategy, derived: Derived) -> list[tuple[Hops, int]]:
         """Of all that moves in a loop: its transfers, and bytes of each."""
-        found = moving(op, strategy, derived, self.mesh)
+        found = hops_of(op, strategy, derived, self.mesh)
         sides = (
             (found.inputs, op.rule.inputs, derived.inputs, op.call.operands),
             (found.outputs, op.rule.outputs, derived.outputs, op.call.results),
@@ -178,16 +180,15 @@ class Costs:
             moved += within
         return seconds, moved
 
-    def _moving_bytes(self, op: OpNode, strategy: Strategy, derived: Derived) -> tuple[int, tuple[str, ...]]:
-        """Bytes that a rank sends between two steps, and the mesh axes along which they go."""
-        moved, axes = 0, set()
+    def moving(self, op: OpNode, strategy: Strategy, derived: Derived) -> list[tuple[Shift, int]]:
+        """Per tensor that moves, how far, and the bytes that a rank sends of it between two steps."""
         operands = zip(op.rule.inputs, derived.inputs, op.call.operands, strict=True)
         results = zip(op.rule.outputs, derived.outputs, op.call.results, strict=True)
-        for tensor, port, value in (*operands, *results):
-            if port.motion == MOVE and value is not None:
-                moved += self.numel(op, strategy, tensor, port) * value.dtype.itemsize
-                axes |= {axis for axis, _ in port.shift}
-        return moved, tuple(sorted(axes))
+        return [
+            (port.shift, self.numel(op, strategy, tensor, port) * value.dtype.itemsize)
+            for tensor, port, value in (*operands, *results)
+            if port.motion == MOVE and value is not None
+        ]
 
 
 @dataclass

@@ -47,11 +47,11 @@ def _step_cost(op: OpNode, strategy: Strategy, derived: Derived, costs: Costs) -
     e = moving[0][1]
     unit = sp.Symbol("e")
     nbytes = sum(math.prod(block_shape(x, names.extents)) * sp.Rational(size, e) * unit for x, size, _ in moving)
-    link = costs.cluster.link_for({axis for *_, port in moving for axis, _ in port.shift}, costs.mesh)
+    sizes = [math.prod(block_shape(x, largest)) * size for x, size, _ in moving]
     values = names.values | {
         "e": float(e),
         "F": sum(n for n, _ in work) / seconds,
-        "B": link.bandwidth if link.full_duplex else link.bandwidth / 2,
+        "B": costs.link.moves(tuple(port.shift for *_, port in moving)).bandwidth(sizes),
     }
     return StepCost(strategy.steps, str(total), str(nbytes), values)
 

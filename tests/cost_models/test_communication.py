@@ -82,14 +82,11 @@ def test_unknown_kinds_are_named():
 
 
 def test_temporal_loop_takes_the_larger_of_compute_and_transfer():
-    assert temporal_seconds(2.0, 1e9, 4, LINK) == pytest.approx(3 * 2.0 + 2.0)
-    assert temporal_seconds(0.5, 1e9, 4, LINK) == pytest.approx(3 * (1 + 1e-5) + 0.5)
-    assert temporal_seconds(0.5, 1e9, 4, HALF) == pytest.approx(3 * (2 + 1e-5) + 0.5)
-    assert temporal_seconds(0.5, 1e9, 4, LINK, messages=2) == pytest.approx(3 * (1 + 2e-5) + 0.5)
-    assert temporal_seconds(0.5, 1e9, 1, LINK) == 0.5
-    assert temporal_seconds(1e-9, 0, 4, LINK) == pytest.approx(4e-9)
-    disturbed = temporal_seconds(0.5, 1e9, 4, LINK, messages=2, hidden=0.8)
-    assert disturbed == pytest.approx(3 * (1 + 2e-5 + 0.2 * 0.5) + 0.5)
+    assert temporal_seconds(2.0, 1.0, 4) == pytest.approx(3 * 2.0 + 2.0)
+    assert temporal_seconds(0.5, 1.0, 4) == pytest.approx(3 * 1.0 + 0.5)
+    assert temporal_seconds(0.5, 1.0, 1) == 0.5
+    assert temporal_seconds(0.5, 1.0, 4, hidden=0.8) == pytest.approx(3 * (1.0 + 0.2 * 0.5) + 0.5)
+    assert temporal_seconds(0.5, 1.0, 4, odd=[2.0], last=3.0) == pytest.approx(2 * 1.0 + 2.0 + 3.0)
 
 
 def test_link_cost_takes_the_link_of_the_axes_and_the_bytes_as_counted():

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import sympy as sp
@@ -176,7 +175,7 @@ def test_least_solves_the_condition(kind):
 def test_the_bound_is_where_the_loop_stops_waiting():
     """METP's MLP with the peak and the link of a preset: above the bound the steps cost their compute, below more."""
     cluster = load_cluster("a100-80gb-8")
-    link = replace(cluster.link_for((), Mesh(("d",), (8,))), latency=0.0)
+    link = cluster.link_for((), Mesh(("d",), (8,)))
     rate = cluster.device.peak(torch.bfloat16)
     tokens = int(fm.least("metp_mlp_forward", "b").subs({fm.s: 1, fm.p: 8, fm.F: rate, fm.B: link.bandwidth}))
     assert tokens == 8 * 1040  # F/B of an A100 with NVLink, in tokens per rank
@@ -185,7 +184,7 @@ def test_the_bound_is_where_the_loop_stops_waiting():
     def exposed(factor: float) -> float:
         compute = 2 * 2 * factor * tokens / 8 * hidden * width / 8 / rate
         nbytes = 2 * 2 * hidden * width / 8
-        return temporal_seconds(compute, nbytes, 8, link) / (8 * compute) - 1
+        return temporal_seconds(compute, nbytes / link.bandwidth, 8) / (8 * compute) - 1
 
     assert exposed(1.01) == pytest.approx(0, abs=1e-12)
     assert exposed(0.9) > 0.05

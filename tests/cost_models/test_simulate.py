@@ -314,6 +314,30 @@ def test_generated_programs(template):
     assert [rank.intervals for rank in again.timeline] == [rank.intervals for rank in found.timeline]
 
 
+@pytest.mark.parametrize("template", ["megatron", "megatron_sp", "async_tp"])
+def test_prices_over_hosts_know_what_runs_beside_what(template):
+    """Gradients of activations, and activations gathered once more, beside products; loops in hosts beside cards."""
+    config = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=2, vocab_size=256)
+    with torch.device("meta"):
+        model, ids = LlamaForCausalLM(config), torch.zeros(32, 2048, dtype=torch.long)
+    call, on = {"input_ids": ids, "labels": ids}, "v100-32gb-8x4"
+    made = st.compile_model(model, (), call, mesh=(2, 4), template=template, cluster=on, memory_limit=2**40)
+    assert made.plan.seconds == pytest.approx(made.simulate().seconds, rel=0.03)
+
+
+def test_with_nothing_hidden_a_step_is_all_its_compute_and_all_its_transfers():
+    """A transfer that starts before another one and is waited for after it costs its time too."""
+    ranks = [Rank(0), Rank(1)]
+    for rank in ranks:
+        long = rank.exchange({1 - rank.number: 4}, {1 - rank.number: 4}, tag=0)
+        rank.compute(3)
+        rank.wait(rank.exchange({1 - rank.number: 2}, {1 - rank.number: 2}, tag=1))
+        rank.wait(long)
+    for part, seconds in ((0.0, 4 + 3 + 2), (0.5, 6 + 3 / 2), (1.0, 6)):
+        found = run(ranks, replace(cluster(), hidden=Hidden(collectives=part)))
+        assert found.seconds == pytest.approx(seconds)
+
+
 def test_a_weight_is_there_when_its_product_begins():
     for rank in compiled("zero3").simulate().timeline:
         waits = [x for x in rank.intervals if x.kind == WAIT]
@@ -331,8 +355,9 @@ def hidden_share(template: str) -> float:
 
 
 def test_a_ring_hides_its_transfers_and_megatron_does_not():
+    """But for what Megatron reduces of an activation's gradient beside the product that makes a weight's."""
     assert hidden_share("ring") > 0.5
-    assert hidden_share("megatron") < 0.2
+    assert hidden_share("megatron") < 0.3
 
 
 def test_memory_over_time_has_the_peak_of_the_programs():
