@@ -9,7 +9,7 @@ import torch
 from forced import Step
 from torch import nn
 
-from stpart_compiler.compile import annotate
+from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.shares import imbalance
