@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from stpart_compiler.plan_cache import plan_cache
 from stpart_compiler.runtime.agree import agree_on_plan, check_world
 from stpart_compiler.runtime.buckets import Dynamic, by_leaf
 from stpart_compiler.runtime.modes import in_modes
-from stpart_compiler.search import Progress, Restrictions, Search, cheapest, on_best_mesh
+from stpart_compiler.search import Progress, Restrictions, Search, on_best_mesh
 
 
 @without_gc()
@@ -108,15 +109,19 @@ def compile_model(
     say(f"propagate: {len(graphs.plain.ops)} ops in {len(graphs.plain.classes)} classes")
     limits = restrictions or Restrictions()
 
-    def search_on(grid: Mesh, stripes: int) -> Search:
+    sequences = graphs.plain.sequences
+    # stripes cost more to move only where a batch of one has its pieces side by side, and before windows over places
+    pieces = partial(written.of, 1) if sequences.stripes > 1 and (sequences.windows or sequences.single) else None
+
+    def search_on(grid: Mesh) -> Search:
         coarse, fine = coarse_and_fine(asked)
         finer = fine if grid == coarse else None
-        return Search(written.of(stripes), Costs(prices, grid), limit, options, template, limits, device, say, finer)
+        return Search(graphs, Costs(prices, grid), limit, options, template, limits, device, say, finer, pieces)
 
     cache = plan_cache(graphs.plain, asked, prices, limit, options, template, (limits, device.type, grids))
 
     def checked(known: Plan) -> tuple[Plan, Programs]:
-        return search_on(known.mesh, known.stripes).checked(known)
+        return search_on(known.mesh).checked(known)
 
     def solve() -> tuple[Plan, Programs]:
         if plan is not None:
@@ -126,12 +131,7 @@ def compile_model(
         if known is not None:
             say(f"plan taken from the cache: {cache.path}")
             return checked(known)
-        sequences = graphs.plain.sequences
-        found, programs = on_best_mesh([search_on(grid, sequences.stripes) for grid in grids], options.gap)
-        if sequences.windows or (sequences.single and not _keys_go_round(found)):
-            say("solving with sequences in pieces, which may be cheaper to move")
-            grid = found.mesh if found.mesh in grids else grids[0]  # a refined plan has another mesh
-            found, programs = cheapest([(found, programs), search_on(grid, 1).run()])
+        found, programs = on_best_mesh([search_on(grid) for grid in grids], options.gap)
         if options.spatial_only and options.yardsticks and template is None:
             used = written.of(found.stripes)
             kinds = [used.plain, *([used.of(found.regions)] if found.regions else [])]
@@ -197,8 +197,3 @@ def _bytes(memory_limit: int | str) -> int:
         return parse_bytes(memory_limit)
     except ValueError as error:
         raise ValueError(f"memory_limit: {error}") from None
-
-
-def _keys_go_round(plan: Plan) -> bool:
-    """Whether the plan has a ring under a causal mask, which only stripes balance."""
-    return any(row.busiest is not None and row.moved_bytes for row in plan.rows)

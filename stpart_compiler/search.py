@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,7 @@ from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.build_programs import BuildPrograms, Programs, peak_of
 from stpart_compiler.passes.make_plan import UNKNOWN, MakePlan, Screened
 from stpart_compiler.passes.problem import SolverOptions
+from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.refine import RefinePlan
 from stpart_compiler.passes.regions import REGIONS
 from stpart_compiler.passes.solve import InfeasibleError
@@ -38,9 +40,51 @@ class Restrictions:
     whole_parameters: bool = False
 
 
+class Form(NamedTuple):
+    """How the graph of a step is written: sequences in pieces or in stripes, and which regions are one op each."""
+
+    in_pieces: bool
+    regions: str | None
+
+    def __str__(self) -> str:
+        regions = "without regions" if self.regions is None else f"with regions ({self.regions})"
+        return f"the step {regions}{', sequences in pieces' if self.in_pieces else ''}"
+
+
+@dataclasses.dataclass
+class Tried:
+    """The plans found of a step written in several forms, bounds of the forms that none was sought of, and failures."""
+
+    gap: float
+    found: dict[Form, tuple[Plan, Programs]] = dataclasses.field(default_factory=dict)
+    lower: list[float] = dataclasses.field(default_factory=list)
+    short: dict[Form, InfeasibleError] = dataclasses.field(default_factory=dict)
+
+    @property
+    def best(self) -> Form | None:
+        return min(self.found, key=lambda form: self.found[form][0].seconds, default=None)
+
+    def cannot_gain(self, lower: float) -> bool:
+        """Whether what takes so many seconds at least is not faster than the best by more than the gap."""
+        return self.best is not None and lower >= (1 - self.gap) * self.found[self.best][0].seconds
+
+    def result(self) -> tuple[Plan, Programs]:
+        """Raises:
+        InfeasibleError: in no form a plan fits.
+        """
+        if not self.found:
+            raise min(self.short.values(), key=lambda error: error.least)
+        plan, programs = cheapest(list(self.found.values()))
+        plan.bound_seconds = min([plan.bound_seconds, *self.lower])
+        return plan, programs
+
+
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Solve, generate, and compare the exact peak with the limit."""
+    """Solve, generate, and compare the exact peak with the limit.
+
+    `pieces`: gives the graphs with sequences in pieces, where those may be better than the ones in stripes.
+    """
 
     graphs: Graphs
     costs: Costs
@@ -51,7 +95,8 @@ class Search:
     device: torch.device
     say: Progress
     finer: Mesh | None = None  # the same ranks over more axes, on which the plan is refined
-    makers: dict[str | None, MakePlan] = dataclasses.field(default_factory=dict)
+    pieces: Callable[[], Graphs] | None = None
+    makers: dict[Form, MakePlan] = dataclasses.field(default_factory=dict)
 
     def run(self) -> tuple[Plan, Programs]:
         """The cheapest plan that fits.
@@ -72,11 +117,23 @@ class Search:
         if self.template is not None:
             return UNKNOWN
         self.say(f"looking at mesh {self.costs.mesh}")
-        return self._maker(None).screened(self.graphs.plain)
+        return self._look(Form(False, None))
 
-    def _maker(self, regions: str | None) -> MakePlan:
+    def _look(self, form: Form) -> Screened:
+        return self._maker(form).screened(self._graph(form))
+
+    def _maker(self, form: Form) -> MakePlan:
         new = MakePlan(self.costs, self.options, self.limit, self.template, self.restrictions.whole_parameters)
-        return self.makers.setdefault(regions, new)
+        return self.makers.setdefault(form, new)
+
+    def _graph(self, form: Form) -> Annotated:
+        return self._graphs(form.in_pieces).of(form.regions)
+
+    def _graphs(self, in_pieces: bool) -> Graphs:
+        return self.pieces() if in_pieces and self.pieces is not None else self.graphs
+
+    def _form_of(self, plan: Plan) -> Form:
+        return Form(plan.stripes != self.graphs.plain.sequences.stripes, plan.regions)
 
     def _clashing(self) -> str:
         """Which demand beside the limit could be dropped: the template, or whole parameters."""
@@ -97,28 +154,78 @@ class Search:
         return maker.least(self.graphs.plain)
 
     def _fitting(self) -> tuple[Plan, Programs]:
-        """Where memory is short, regions may keep less, and run again what they do not."""
         if self.template is not None:
-            return self._run(regions_of(self.graphs, self.template))
+            return self._of_template(self.template)
         return self._refined(*self._solved())
 
-    def _solved(self) -> tuple[Plan, Programs]:
-        found: list[tuple[Plan, Programs]] = []
-        short: list[InfeasibleError] = []
-        for regions in (None, *REGIONS):
-            if regions is not None and self.graphs.fused(regions) is None:
-                continue
-            if regions is not None:
-                self.say("memory is short: solving with more regions that keep nothing of their middle")
-            try:
-                found.append(self._run(regions))
-            except InfeasibleError as error:
-                short.append(error)
-            if found and not found[-1][0].solver["memory_binds"]:
+    def _of_template(self, template: str) -> tuple[Plan, Programs]:
+        tried = Tried(self.options.gap)
+        for in_pieces in (False, True) if self.pieces is not None else (False,):
+            if tried.short or any(self._needs_stripes(plan) for plan, _ in tried.found.values()):
                 break
-        if not found:
-            raise min(short, key=lambda error: error.least)
-        return cheapest(found)
+            self._try(Form(in_pieces, regions_of(self._graphs(in_pieces), template)), tried)
+        return tried.result()
+
+    def _solved(self) -> tuple[Plan, Programs]:
+        """One search over all forms of the step: each is solved only where its bound promises enough.
+
+        Where memory is short, regions may keep less, and run again what they do not: of the way in which sequences are
+        written that was better so far, then the best regions of the other one.
+        """
+        tried = Tried(self.options.gap)
+        plain = [Form(in_pieces, None) for in_pieces in ((False, True) if self.pieces is not None else (False,))]
+        first = self._try_all(plain, tried)
+        best = tried.best
+        if best is not None and not tried.found[best][0].solver["memory_binds"]:
+            return tried.result()
+        in_pieces = (best or first[0]).in_pieces
+        graphs = self._graphs(in_pieces)
+        fused = [Form(in_pieces, regions) for regions in REGIONS if graphs.fused(regions) is not None]
+        if fused:
+            self.say("memory is short: looking at regions that keep nothing of their middle")
+            self._try_all(fused, tried)
+        best = tried.best
+        if self.pieces is not None and best is not None and best.regions is not None:
+            self._try_all([best._replace(in_pieces=not in_pieces)], tried)
+        return tried.result()
+
+    def _try_all(self, forms: list[Form], tried: Tried) -> list[Form]:
+        """Solve for the forms that may gain enough, the most promising first; returns them in that order."""
+        if len(forms) > 1 or tried.found:
+            forms = sorted(forms, key=lambda form: self._look(form).lower)
+        for form in forms:
+            if not self._is_needless(form, tried):
+                self._try(form, tried)
+        return forms
+
+    def _is_needless(self, form: Form, tried: Tried) -> bool:
+        """Whether a form cannot gain enough over the best so far, or needs as much as one that does not fit."""
+        best = tried.best
+        if best is None:
+            return any(form.regions == other.regions for other in tried.short)
+        if form.in_pieces and not best.in_pieces and self._needs_stripes(tried.found[best][0]):
+            return True
+        look = self._look(form)
+        lower = look.lower
+        if not tried.cannot_gain(lower) and look.nbytes() > self.limit:
+            self.say(f"looking at {form}")
+            lower = max(lower, self._maker(form).lower_within(self._graph(form)))
+        if not tried.cannot_gain(lower):
+            return False
+        tried.lower.append(lower)
+        return True
+
+    def _needs_stripes(self, plan: Plan) -> bool:
+        """Whether the plan has a ring under a causal mask, which only stripes balance; windows may cost more."""
+        goes_round = any(row.busiest is not None and row.moved_bytes for row in plan.rows)
+        return goes_round and not self.graphs.plain.sequences.windows
+
+    def _try(self, form: Form, tried: Tried) -> None:
+        self.say(f"solving {form}")
+        try:
+            tried.found[form] = self._run(form)
+        except InfeasibleError as error:
+            tried.short[form] = error
 
     def _refined(self, plan: Plan, programs: Programs) -> tuple[Plan, Programs]:
         """A faster plan on the finer mesh, if one is found whose programs fit; else the plan as it is."""
@@ -127,7 +234,7 @@ class Search:
         self.say(f"refining the plan on the mesh {self.finer}")
         costs = Costs(self.costs.cluster, self.finer)
         refine = RefinePlan(costs, self.options, self.limit, self.restrictions.whole_parameters)
-        better = refine.apply(self.graphs.of(plan.regions), plan, self.say)
+        better = refine.apply(self._graph(self._form_of(plan)), plan, self.say)
         if better.mesh == plan.mesh:
             return better, programs
         better.regions = plan.regions
@@ -137,7 +244,7 @@ class Search:
             return dataclasses.replace(plan, bound_seconds=better.bound_seconds), programs
         return better, built
 
-    def _run(self, regions: str | None) -> tuple[Plan, Programs]:
+    def _run(self, form: Form) -> tuple[Plan, Programs]:
         """Where the programs' exact peak is over the limit, solve again with less room.
 
         The solver estimates memory; where it finds nothing, the leanest plan may still fit.
@@ -145,16 +252,16 @@ class Search:
         room = self.limit
         for _ in range(MEMORY_ROUNDS):
             try:
-                plan, programs, over = self._attempt(regions, room)
+                plan, programs, over = self._attempt(form, room)
             except InfeasibleError as error:
-                return self._leanest(regions, error.least)
+                return self._leanest(form, error.least)
             if over <= 0:
                 return plan, programs
             self.say(f"the programs' peak is {format_bytes(over)} over the limit: solving again with less room")
             room = max(0, room - over - self.limit // 200)
         raise _over_limit(plan, self.limit, self.options)
 
-    def _leanest(self, regions: str | None, least: int) -> tuple[Plan, Programs]:
+    def _leanest(self, form: Form, least: int) -> tuple[Plan, Programs]:
         """Programs of the plans that need least by the solver's estimate: the first that fit.
 
         Raises:
@@ -162,7 +269,7 @@ class Search:
         """
         tried: list[Plan] = []
         for slack in LEAN_SLACKS:
-            plan, programs, over = self._attempt(regions, round(least * slack))
+            plan, programs, over = self._attempt(form, round(least * slack))
             if over <= 0:
                 return plan, programs
             tried.append(plan)
@@ -170,11 +277,11 @@ class Search:
                 break
         raise _over_limit(min(tried, key=lambda plan: plan.memory["peak"]), self.limit, self.options)
 
-    def _attempt(self, regions: str | None, room: int) -> tuple[Plan, Programs, int]:
+    def _attempt(self, form: Form, room: int) -> tuple[Plan, Programs, int]:
         """A plan within `room` bytes by the solver's estimate, and how far its programs are over the limit."""
-        maker = self._maker(regions)
-        plan = dataclasses.replace(maker, memory_limit=room).apply(self.graphs.of(regions), self.say)
-        plan.regions = regions
+        maker = self._maker(form)
+        plan = dataclasses.replace(maker, memory_limit=room).apply(self._graph(form), self.say)
+        plan.regions = form.regions
         plan.solver["memory_limit"] = room
         programs = self._build(plan)
         return plan, programs, _record_memory(plan, programs, self.options) - self.limit
@@ -187,9 +294,10 @@ class Search:
         return plan, programs
 
     def _build(self, plan: Plan) -> Programs:
-        plan.step_digest = self.graphs.plain.digest
+        form = self._form_of(plan)
+        plan.step_digest = self._graphs(form.in_pieces).plain.digest
         costs = self.costs if plan.mesh == self.costs.mesh else Costs(self.costs.cluster, plan.mesh)
-        return BuildPrograms(costs.link, self.device).apply(self.graphs.of(plan.regions), plan, self.say)
+        return BuildPrograms(costs.link, self.device).apply(self._graph(form), plan, self.say)
 
 
 def on_best_mesh(searches: list[Search], gap: float) -> tuple[Plan, Programs]:
