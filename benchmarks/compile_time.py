@@ -29,8 +29,8 @@ def measure(layers: int, mesh_text: str, memory: int, programs: bool) -> dict[st
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from stpart_compiler.capture import capture
-    from stpart_compiler.compile import annotate
     from stpart_compiler.cost_models.cluster import load_cluster
+    from stpart_compiler.graphs import annotate
     from stpart_compiler.ir.mesh import parse_mesh
     from stpart_compiler.passes.build_programs import BuildPrograms
     from stpart_compiler.passes.make_plan import MakePlan

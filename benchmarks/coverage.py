@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate
+from stpart_compiler.graphs import annotate
 from stpart_compiler.inspect.doctor import Diagnosis, diagnose
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import Graphs, annotate, regions_of
 from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.cost_models.sizes import parse_bytes
+from stpart_compiler.graphs import Graphs, annotate, regions_of
 from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.passes.make_plan import MakePlan

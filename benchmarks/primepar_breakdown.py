@@ -25,11 +25,11 @@ from torch import nn
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate
 from stpart_compiler.cost_models.cluster import Cluster, load_cluster
 from stpart_compiler.cost_models.resting import phases_of
 from stpart_compiler.cost_models.simulate import simulate
 from stpart_compiler.cost_models.timeline import Simulation
+from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.layout import Digit, Layout
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.spacetime import Strategy

@@ -78,8 +78,8 @@ def measure(name: str, mesh_text: str, layers: int) -> dict[str, Any]:
     import transformers
 
     from stpart_compiler.capture import capture
-    from stpart_compiler.compile import annotate
     from stpart_compiler.cost_models.cluster import Link, load_cluster
+    from stpart_compiler.graphs import annotate
     from stpart_compiler.grids import coarse_and_fine
     from stpart_compiler.ir.mesh import parse_mesh
     from stpart_compiler.passes.make_plan import MakePlan

@@ -1,4 +1,8 @@
-"""From annotated ops to a plan: templates as yardsticks and first hints, then the whole space."""
+"""From annotated ops to a plan: templates as yardsticks and first hints, then the whole space.
+
+Where the cheapest plan does not fit, hardly a template does: they are then priced after the plan was found, with what
+it runs again.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,14 @@ import torch
 
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.plan import Plan
-from stpart_compiler.passes.bound import FindBound, find_leanest
+from stpart_compiler.passes.bound import find_leanest, find_least
 from stpart_compiler.passes.narrow import only_choices
 from stpart_compiler.passes.plan_rows import plan_rows
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.rules.region import Region
-from stpart_compiler.passes.solve import SHORT_SWEEPS, InfeasibleError, Solution, Solve
-from stpart_compiler.passes.solve_recompute import Sets, SolveRecompute
+from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
+from stpart_compiler.passes.solve_recompute import Sets, SolveRecompute, bound_within, free_bound
 from stpart_compiler.passes.space import BuildSpace, Choices, Costs, Restriction, Space, strategy_of
 from stpart_compiler.passes.strategies import space_on
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
@@ -61,6 +65,7 @@ class Known:
     whole: tuple[Space, Problem] | None = None
     sets: Sets = field(default_factory=Sets)
     yardsticks: dict[str, Found] | None = None
+    spatial: dict[str, Found] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,18 +90,16 @@ class MakePlan:
         if self.name is not None:
             space, problem, solution = self._template(graph, template(self.name), self.options.marked(graph))
             return written_plan(graph, space, problem, solution, self.name, {self.name: solution.seconds}, self.options)
-        if self.known.yardsticks is None:  # first, so that there is a plan soon
-            templates = self._applicable(graph) if self.options.yardsticks else []
-            self.known.yardsticks = self._priced(graph, templates, self.options.marked(graph), progress)
-            if self.options.spatial_only:
-                self.known.yardsticks |= self._spatial_only(self._known_whole(graph)[0], progress)
+        is_short = self._is_short()
+        yardsticks = {} if is_short else self._yardsticks(graph, progress)  # first, so that there is a plan soon
         space, problem = self._known_whole(graph)
-        yardsticks = {name: found for name, found in self.known.yardsticks.items() if self._fits(found)}
-        space, problem, solution = self._solved(
-            space, problem, self._hint(problem, yardsticks), progress, self.known.sets
-        )
-        if self.options.yardsticks:
+        hint = self._hint(problem, yardsticks)
+        space, problem, solution = self._solved(space, problem, hint, progress, self.known.sets)
+        if is_short:
+            yardsticks = self._short_yardsticks(graph, problem.again, progress)
+        elif self.options.yardsticks:
             yardsticks |= self._priced_again(graph, yardsticks, problem.again, progress)
+        yardsticks |= self._spatial(graph, progress)
         prices = {name: found[2].seconds for name, found in yardsticks.items()}
         best = min(yardsticks.values(), key=lambda found: found[2].seconds, default=None)
         if best is not None and best[2].seconds < solution.seconds:
@@ -108,12 +111,45 @@ class MakePlan:
             prices[SPATIAL_ONLY] = min(prices[SPATIAL_ONLY], solution.seconds)
         return written_plan(graph, space, problem, solution, None, prices, self.options)
 
+    def _is_short(self) -> bool:
+        """Whether what is cheapest is known not to fit."""
+        whole, free = self.known.whole, self.known.sets.free
+        return whole is not None and free is not None and memory_bytes(whole[1], free.nearest) > self.memory_limit
+
+    def _yardsticks(self, graph: Annotated, progress: Progress) -> dict[str, Found]:
+        """Templates that fit, and the best plan without temporal maps; solved once per graph."""
+        if self.known.yardsticks is None:
+            templates = self._applicable(graph) if self.options.yardsticks else []
+            self.known.yardsticks = self._priced(graph, templates, self.options.marked(graph), progress)
+        fitting = {name: found for name, found in self.known.yardsticks.items() if self._fits(found)}
+        return fitting | self._spatial(graph, progress)
+
+    def _short_yardsticks(self, graph: Annotated, again: frozenset[str], progress: Progress) -> dict[str, Found]:
+        """Templates that fit with so much run again, or the faster one of with that and without."""
+        templates = self._applicable(graph) if self.options.yardsticks else []
+        found = self._priced(graph, templates, again, progress)
+        fitting = [chosen for chosen in templates if chosen.name in found]
+        for name, other in self._priced(graph, fitting, self.options.marked(graph), lambda text: None).items():
+            found[name] = min(found[name], other, key=lambda one: one[2].seconds)
+        return found
+
+    def _spatial(self, graph: Annotated, progress: Progress) -> dict[str, Found]:
+        """The best plan without temporal maps, if it is asked for and fits; solved once per graph."""
+        if self.known.spatial is None and self.options.spatial_only:
+            self.known.spatial = self._spatial_only(self._known_whole(graph)[0], progress)
+        return {name: found for name, found in (self.known.spatial or {}).items() if self._fits(found)}
+
     def screened(self, graph: Annotated) -> Screened:
-        """What to expect of this mesh, before templates are priced, memory is looked at and anything is solved."""
+        """What to expect of this graph and mesh, before templates are priced and anything is solved."""
         _, problem = self._known_whole(graph)
-        bound = FindBound(sweeps=SHORT_SWEEPS, gap=self.options.gap / 4).apply(problem)
+        bound = free_bound(problem, self.known.sets)
         choice = bound.nearest
         return Screened(bound.lower, evaluate(problem, choice), lambda: memory_bytes(problem, choice))
+
+    def lower_within(self, graph: Annotated) -> float:
+        """Seconds that no plan within the memory limit beats, whatever runs again: takes longer than `screened`."""
+        space, _ = self._known_whole(graph)
+        return bound_within(space, self.options, self.memory_limit, self.known.sets).lower
 
     def priced(self, graph: Annotated, again: frozenset[str], progress: Progress) -> dict[str, float]:
         """Seconds of the templates that fit. `again`: ops that backward runs again where one would not fit else."""
@@ -145,13 +181,19 @@ class MakePlan:
         return memory_bytes(found[1], found[2].choice) <= self.memory_limit
 
     def _template(self, graph: Annotated, chosen: Template, again: frozenset[str]) -> Found:
-        """`again`: ops of forward that backward runs again."""
+        """`again`: ops of forward that backward runs again.
+
+        Raises:
+            InfeasibleError: it does not fit.
+        """
         reason = chosen.applies(self.costs.mesh)
         if reason is not None:
             raise ValueError(f"template {chosen.name!r}: {reason}")
         options = space_on(self.costs.mesh)
         space = BuildSpace(self.costs, options).apply(graph, self._restricted(chosen.restriction))
         problem = BuildProblem(self.options, chosen.weights_stay, again).apply(space)
+        if self.name is None and self._is_short() and (least := find_least(problem)[0]) > self.memory_limit:
+            raise InfeasibleError(f"template {chosen.name}: does not fit in the memory limit", least)
         quick = replace(self.options, patience_s=TEMPLATE_PATIENCE_S, gap=max(self.options.gap, TEMPLATE_GAP))
         solution = Solve(quick, self.memory_limit, polish_s=0.0).apply(problem)
         if not chosen.weights_stay:

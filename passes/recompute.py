@@ -88,6 +88,29 @@ class MayAgain:
                 yield key
 
     @cached_property
+    def ops(self) -> list[OpNode]:
+        """Those that may run again, in the order of forward."""
+        return [op for op in orders(self.graph).forward if op.klass in self.classes]
+
+    @cached_property
+    def live(self) -> Flags:
+        """Per op of these, and per class, whether a value of it is live right after that op."""
+        place = {op.name: t for t, op in enumerate(self.ops)}
+        last: dict[str, int] = {}
+        for t, op in enumerate(self.ops):
+            last |= {base[0]: t for key in op.operands for base in self.bases(key)}
+        live = np.zeros((len(self.ops), len(self.graph.classes)), dtype=np.bool_)
+        for name, end in last.items():
+            if name in place:
+                live[place[name] : end, self.graph.by_name[name].klass] = True
+        return live
+
+    @cached_property
+    def ways(self) -> Flags:
+        """What is live somewhere, by class, each once, where nothing of it runs again in any case."""
+        return np.unique(self.live[~self.live[:, sorted(self.always)].any(axis=1)], axis=0)
+
+    @cached_property
     def _reads(self) -> dict[int, frozenset[int]]:
         """Classes whose results those that may run again read."""
         return {
@@ -106,7 +129,7 @@ class MayAgain:
         return frozenset(self.graph.by_name[name].klass for name, _ in orders(self.graph).saved)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def may_again(graph: Annotated, marked: frozenset[str]) -> MayAgain:
     """What may run again, worked out once per graph."""
     return MayAgain(graph, marked)
@@ -123,11 +146,10 @@ class FindCuts:
     may: MayAgain
 
     def apply(self, space: Space, choice: Assignment) -> list[frozenset[int]]:
-        ops = [op for op in orders(space.graph).forward if op.klass in self.may.classes]
+        ops = self.may.ops
         if not ops:
             return []
-        live, sizes = self._live(ops, len(space.choices)), _op_bytes(space, choice, ops)
-        ways = np.unique(live[~live[:, sorted(self.may.always)].any(axis=1)], axis=0)
+        live, ways, sizes = self.may.live, self.may.ways, _op_bytes(space, choice, ops)
         needs = [partial(_need, live, sizes, share, freed) for share in SHARES for freed in (False, True)]
         found = [cut for need in needs for cut in _cuts(ways, need)]
         return list(dict.fromkeys([*found, _narrow(ways, sizes.max(axis=0))]))
@@ -140,18 +162,6 @@ class FindCuts:
         swaps = [(k, n) for k in saved for n in sorted(ran) if size[k] < 2 * size[n] <= 2 * size[k]]
         fewer = [cut - {k} for k in saved]
         return [*fewer, *(cut | {n} for n in more), *(cut - {k} | {n} for k, n in swaps[:SWAPS_TRIED])]
-
-    def _live(self, ops: list[OpNode], classes: int) -> Flags:
-        """Per op of forward that may run again, and per class, whether a value of it is live right after that op."""
-        place = {op.name: t for t, op in enumerate(ops)}
-        last: dict[str, int] = {}
-        for t, op in enumerate(ops):
-            last |= {base[0]: t for key in op.operands for base in self.may.bases(key)}
-        live = np.zeros((len(ops), classes), dtype=np.bool_)
-        for name, end in last.items():
-            if name in place:
-                live[place[name] : end, self.may.graph.by_name[name].klass] = True
-        return live
 
 
 def _op_bytes(space: Space, choice: Assignment, ops: list[OpNode]) -> npt.NDArray[np.int64]:

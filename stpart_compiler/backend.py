@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from stpart_compiler.capture import GraphBreakError
-from stpart_compiler.compile import Restrictions, compile_model
+from stpart_compiler.compile import compile_model
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.runtime.agree import check_world, is_online, local_engine
 from stpart_compiler.runtime.rank_module import RankModule
+from stpart_compiler.search import Restrictions
 
 _OPTIONS = ("mesh", "memory_limit", "cluster", "template", "solver", "timeout_s")
 _TORCH = os.path.dirname(torch.__file__) + os.sep

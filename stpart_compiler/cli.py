@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate, compile_model
+from stpart_compiler.compile import compile_model
 from stpart_compiler.compiled import CompiledModel
 from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.demo import demo
+from stpart_compiler.graphs import annotate
 from stpart_compiler.inspect.diff import diff
 from stpart_compiler.inspect.doctor import diagnose
 from stpart_compiler.inspect.table import plan_table

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from stpart_compiler.capture import Captured, capture
-from stpart_compiler.compile import annotate
 from stpart_compiler.cost_models.cluster import load_cluster
+from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.layout import Layout, gather, replicated, take
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.program import RankProgram

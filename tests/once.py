@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from stpart_compiler import compile as compiling
+from stpart_compiler import graphs
 from stpart_compiler.capture import Captured
 from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.passes.propagate import Annotated
@@ -26,7 +27,7 @@ def traced_before(captured: Captured, graph: Callable[[int], Annotated]) -> Iter
 @contextmanager
 def traced_once(key: Hashable) -> Iterator[None]:
     """Inside, `compile_model` captures what `key` stands for, if it has not done so before in this process."""
-    annotate = compiling.annotate
+    annotate = graphs.annotate
 
     def annotated(captured: Captured, dumper: Dumper, stripes: int) -> Annotated:
         return _once("annotate", (key, stripes), annotate)(captured, dumper, stripes)  # type: ignore[no-any-return]
@@ -48,5 +49,5 @@ def _once(what: str, key: Hashable, function: Callable[..., Any]) -> Callable[..
 def _patched(capture: Callable[..., Any], annotate: Callable[..., Any]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiling, "capture", capture)
-        patch.setattr(compiling, "annotate", annotate)
+        patch.setattr(graphs, "annotate", annotate)
         yield

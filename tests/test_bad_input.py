@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stpart_compiler as st
-from stpart_compiler.compile import Restrictions, _fewest_over
 from stpart_compiler.ir.plan import Plan
+from stpart_compiler.search import Restrictions, _fewest_over
 
 QUICK = st.SolverOptions(time_limit_s=20.0, patience_s=0.5, yardsticks=False)
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import stpart_compiler as st
-from stpart_compiler.compile import _promising
 from stpart_compiler.cost_models.cluster import Device, Link
 from stpart_compiler.grids import over_hierarchy, within_host
 from stpart_compiler.passes.make_plan import Screened
+from stpart_compiler.search import _promising
 
 FAST, SLOW = Link(1e-6, 1e10), Link(1e-4, 1e8)
 DEVICE = Device("slow", "cpu", (("float64", 1e9), ("float32", 1e9)), 2**34, 1e10)

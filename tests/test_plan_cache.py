@@ -13,12 +13,13 @@ from slow_ranks import CLUSTER, SOLVER
 from torch import nn
 
 import stpart_compiler as st
-from stpart_compiler import compile as compile_
 from stpart_compiler import plan_cache
 from stpart_compiler.capture import capture
+from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.propagate import Annotated
+from stpart_compiler.search import Search
 
 X = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -49,13 +50,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def solved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with each search."""
     found: list[int] = []
-    run = compile_.Search.run
+    run = Search.run
 
     def counted(search: Any) -> Any:
         found.append(1)
         return run(search)
 
-    monkeypatch.setattr(compile_.Search, "run", counted)
+    monkeypatch.setattr(Search, "run", counted)
     return found
 
 
@@ -140,7 +141,7 @@ def test_the_entries_used_last_are_kept(tmp_path: Path, plan: Plan, monkeypatch:
 
 @pytest.fixture(scope="module")
 def graph() -> Annotated:
-    return compile_.annotate(capture(model(), (X,)))
+    return annotate(capture(model(), (X,)))
 
 
 def test_the_key_holds_all_that_decides(cache: Path, graph: Annotated, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +153,7 @@ def test_the_key_holds_all_that_decides(cache: Path, graph: Annotated, monkeypat
     again = replace(graph.ops[0], checkpoint=1)
     others: list[dict[str, Any]] = [
         {},
-        {"graph": compile_.annotate(capture(model(), (X[:6],)))},
+        {"graph": annotate(capture(model(), (X[:6],)))},
         {"graph": replace(graph, ops=[again, *graph.ops[1:]])},
         {"mesh": parse_mesh({"ranks": 4})},
         {"cluster": slower},

@@ -10,7 +10,7 @@ import pytest
 from zoo import ZOO, Step, make
 
 from stpart_compiler.capture import Captured, capture
-from stpart_compiler.compile import annotate
+from stpart_compiler.graphs import annotate
 from stpart_compiler.passes.propagate import Annotated
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from stpart_compiler.capture import GraphBreakError, capture
 from stpart_compiler.cli import main
-from stpart_compiler.compile import annotate
+from stpart_compiler.graphs import annotate
 from stpart_compiler.inspect.doctor import Diagnosis, diagnose
 
 

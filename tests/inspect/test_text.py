@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate, fuse
 from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.cost_models.communication import LinkCost
+from stpart_compiler.graphs import annotate, fuse
 from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.inspect.table import plan_table
 from stpart_compiler.inspect.text import dump_annotated, dump_rules, to_dot

@@ -14,9 +14,9 @@ from torch import nn
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate, fuse
 from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.cost_models.liveness import alive_bytes, alive_tensors
+from stpart_compiler.graphs import annotate, fuse
 from stpart_compiler.ir.layout import form, gather, shard
 from stpart_compiler.ir.program import Instr
 from stpart_compiler.passes.problem import BuildProblem, SolverOptions, evaluate, memory_bytes

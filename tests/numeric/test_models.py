@@ -24,7 +24,7 @@ from transformers.models.llama import modeling_llama
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate
+from stpart_compiler.graphs import annotate
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.strategies import is_contraction
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import stpart_compiler as st
 from stpart_compiler.capture import Captured
-from stpart_compiler.compile import annotate, fuse
+from stpart_compiler.graphs import annotate, fuse
 from stpart_compiler.ir.layout import Layout, form, shard
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.spacetime import Strategy

@@ -9,8 +9,8 @@ import torch
 from forced import Step, programs
 from torch import nn
 
-from stpart_compiler.compile import annotate
 from stpart_compiler.cost_models.cluster import load_cluster
+from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.spacetime import Strategy, derive
 from stpart_compiler.passes.propagate import OpNode

@@ -10,10 +10,10 @@ from torch import nn
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate
 from stpart_compiler.cost_models.cluster import Cluster, Device, Link
 from stpart_compiler.cost_models.communication import LinkCost
 from stpart_compiler.cost_models.timeline import COMPUTE, WAIT
+from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.passes.ahead import Ahead
 from stpart_compiler.passes.order import is_heavy, orders

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate, fuse
 from stpart_compiler.cost_models.cluster import load_cluster
+from stpart_compiler.graphs import annotate, fuse
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.passes.bound import FindBound
 from stpart_compiler.passes.choose_again import (

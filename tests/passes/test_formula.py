@@ -15,9 +15,9 @@ from torch import nn
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate, fuse
 from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.cost_models.traced import Symbols, Traced, expression
+from stpart_compiler.graphs import annotate, fuse
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.ir.plan import Plan, PlanRow
 from stpart_compiler.passes.formula import OpFormulas

@@ -11,7 +11,7 @@ from torch import nn
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate
+from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.ir.plan import Alternative, Plan
 from stpart_compiler.passes.plan_rows import plan_rows

@@ -17,8 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import stpart_compiler as st
 from stpart_compiler.capture import Captured, capture
-from stpart_compiler.compile import Graphs, Restrictions, Search, annotate, fuse
 from stpart_compiler.cost_models.cluster import load_cluster
+from stpart_compiler.graphs import Graphs, annotate, fuse
 from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.ir.plan import Plan
@@ -33,6 +33,7 @@ from stpart_compiler.passes.recompute import FindCuts, MayAgain
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import BuildSpace, Costs
 from stpart_compiler.passes.strategies import enumerate_strategies, is_contraction
+from stpart_compiler.search import Restrictions, Search
 
 IDS = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0))
 

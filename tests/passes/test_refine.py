@@ -14,9 +14,9 @@ from torch import nn
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate
 from stpart_compiler.cost_models.cluster import Cluster, Link, load_cluster
 from stpart_compiler.cost_models.collectives import ALGORITHMS
+from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.passes.floors import FloorPrices
 from stpart_compiler.passes.narrow import only_choices

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate, fuse
+from stpart_compiler.graphs import annotate, fuse
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.regions import REGIONS
 from stpart_compiler.passes.rules.region import Region

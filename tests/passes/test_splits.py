@@ -8,8 +8,8 @@ from torch import nn
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate
 from stpart_compiler.cost_models.cluster import Device, Link
+from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.propagate import Annotated

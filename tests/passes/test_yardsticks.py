@@ -12,8 +12,8 @@ from torch import nn
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate
 from stpart_compiler.cost_models.cluster import Device, Link, load_cluster
+from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.passes.make_plan import SPATIAL_ONLY, MakePlan, without_temporal
 from stpart_compiler.passes.problem import BuildProblem

@@ -19,7 +19,7 @@ from torch.library import custom_op
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate
+from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.ir.rule import OpRule
 from stpart_compiler.passes.rules import Block, discovered_rule, discovery, local_call, rule_of

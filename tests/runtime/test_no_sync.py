@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.compile import annotate
+from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.layout import gather
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.runtime.engine import CommTimeoutError, Engine
