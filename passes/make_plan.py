@@ -181,11 +181,12 @@ class MakePlan:
         return memory_bytes(found[1], found[2].choice) <= self.memory_limit
 
     def _template(self, graph: Annotated, chosen: Template, again: frozenset[str]) -> Found:
-        """`again`: ops of forward that backward runs again.
+        """`again`: ops of forward that backward runs again, beside those that the template has it run.
 
         Raises:
             InfeasibleError: it does not fit.
         """
+        again |= chosen.again(graph)
         reason = chosen.applies(self.costs.mesh)
         if reason is not None:
             raise ValueError(f"template {chosen.name!r}: {reason}")

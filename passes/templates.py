@@ -27,6 +27,7 @@ class Template:
     applies: Callable[[Mesh], str | None]
     weights_stay: bool = False  # parameters are used where they rest: no gathering of weights
     regions: str | None = None  # kind of regions that are one op each
+    again: Callable[[Annotated], frozenset[str]] = lambda graph: frozenset()  # ops of forward that backward runs again
 
 
 def _axes(digits: tuple[Digit, ...]) -> set[str]:
@@ -160,6 +161,21 @@ def _goes_round_inside(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
 
 def _operands_travel(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     return any(port.motion == MOVE for port in derive(op.rule, strategy, mesh).inputs)
+
+
+def _norms_of_regions(graph: Annotated) -> frozenset[str]:
+    """Norms, with casts and views of them, that regions read: what norms read is kept for their own backward."""
+    found: set[str] = set()
+    for op in graph.ops:
+        is_norm = str(op.call.target) in ("aten.native_layer_norm.default", "aten._fused_rms_norm.default")
+        if op.name not in graph.backward and (is_norm or (len(op.operands) == 1 and op.operands[0][0] in found)):
+            found.add(op.name)
+    reading = {key[0] for op in graph.ops if isinstance(op.call.target, Region) for key in op.operands}
+    wanted: set[str] = set()
+    for op in reversed(graph.ops):
+        if op.name in found and (op.name in reading or any(r.name in wanted for r in graph.readers.get(op.name, ()))):
+            wanted.add(op.name)
+    return frozenset(wanted)
 
 
 def _attends(op: OpNode) -> bool:
@@ -316,6 +332,7 @@ _ALL = (
         Restriction(_metp, _beside_groups, _cuts),
         _always,
         regions="all",
+        again=_norms_of_regions,
     ),
     Template(
         "ulysses_zero3",

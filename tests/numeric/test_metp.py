@@ -72,6 +72,11 @@ def test_attention_of_metp(written: bool) -> None:
     for name, param in model.named_parameters():
         torch.testing.assert_close(found.grads[name], param.grad, rtol=1e-9, atol=1e-12)
     assert max(found.peak_bytes) == pytest.approx(compiled.simulate().peak_bytes, rel=0.01)
+    norms = [row for row in compiled.plan.rows if row.op.startswith("native_layer_norm.")]
+    (norm,) = (row.name for row in norms if not row.is_backward)
+    assert norm in compiled.plan.recompute
+    kept = [value.name for value in compiled.artifacts[0].forward.outputs if value is not None]
+    assert not [name for name in kept if name.startswith(norm)]
     with torch.no_grad():
         model.q.weight.mul_(1e5)
     extreme = compiled.run_in_process(tokens)  # parameters come from the model
