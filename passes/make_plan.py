@@ -108,12 +108,15 @@ class MakePlan:
             prices[SPATIAL_ONLY] = min(prices[SPATIAL_ONLY], solution.seconds)
         return written_plan(graph, space, problem, solution, None, prices, self.options)
 
-    def screened(self, graph: Annotated) -> Screened:
+    def screened(self, graph: Annotated, progress: Progress = lambda text: None) -> Screened:
         """What to expect of this mesh, before templates are priced, memory is looked at and anything is solved."""
         _, problem = self._known_whole(graph)
         bound = FindBound(sweeps=SHORT_SWEEPS, gap=self.options.gap / 4).apply(problem)
         choice = bound.nearest
-        return Screened(bound.lower, evaluate(problem, choice), lambda: memory_bytes(problem, choice))
+        seconds = evaluate(problem, choice)
+        gap = 100 * (1 - bound.lower / seconds)
+        progress(f"mesh {self.costs.mesh}: {seconds * 1e3:.3f} ms, within {gap:.1f} % of the bound")
+        return Screened(bound.lower, seconds, lambda: memory_bytes(problem, choice))
 
     def priced(self, graph: Annotated, again: frozenset[str], progress: Progress) -> dict[str, float]:
         """Seconds of the templates that fit. `again`: ops that backward runs again where one would not fit else."""

@@ -135,8 +135,7 @@ def compile_model(
     limits = restrictions or Restrictions()
 
     def search_on(grid: Mesh, stripes: int) -> Search:
-        coarse, fine = coarse_and_fine(asked)
-        finer = fine if grid == coarse else None
+        finer = coarse_and_fine(asked)[1]
         return Search(written.of(stripes), Costs(prices, grid), limit, options, template, limits, device, say, finer)
 
     cache = plan_cache(graphs.plain, asked, prices, limit, options, template, (limits, device.type, grids))
@@ -334,7 +333,7 @@ class Search:
         if self.template is not None:
             return UNKNOWN
         self.say(f"looking at mesh {self.costs.mesh}")
-        return self._maker(None).screened(self.graphs.plain)
+        return self._maker(None).screened(self.graphs.plain, self.say)
 
     def _maker(self, regions: str | None) -> MakePlan:
         new = MakePlan(self.costs, self.options, self.limit, self.template, self.restrictions.whole_parameters)
@@ -466,7 +465,7 @@ def _on_best_mesh(searches: list[Search], gap: float) -> tuple[Plan, Programs]:
     looked = [search.screened() for search in searches]
     found: dict[int, tuple[Plan, Programs]] = {}
     short: list[InfeasibleError] = []
-    for i in _promising(looked, gap):
+    for i in promising(looked, gap):
         if found and not looked[i].beats(min(plan.seconds for plan, _ in found.values()), gap, searches[i].limit):
             continue
         searches[i].say(f"mesh {searches[i].costs.mesh}")
@@ -485,7 +484,7 @@ def _on_best_mesh(searches: list[Search], gap: float) -> tuple[Plan, Programs]:
     return plan, programs
 
 
-def _promising(looked: list[Screened], gap: float) -> list[int]:
+def promising(looked: list[Screened], gap: float) -> list[int]:
     """Meshes in the order in which they are tried: fastest first, but the first one before all if none can be faster by
     more than the gap."""
     order = sorted(range(len(looked)), key=lambda i: looked[i].seconds)
