@@ -114,8 +114,8 @@ class MakePlan:
         bound = FindBound(sweeps=SHORT_SWEEPS, gap=self.options.gap / 4).apply(problem)
         choice = bound.nearest
         seconds = evaluate(problem, choice)
-        gap = 100 * (1 - bound.lower / seconds)
-        progress(f"mesh {self.costs.mesh}: {seconds * 1e3:.3f} ms, within {gap:.1f} % of the bound")
+        gap = 100 * max(0.0, 1 - bound.lower / seconds)
+        progress(f"on mesh {self.costs.mesh}: {seconds * 1e3:.3f} ms, within {gap:.1f} % of the bound")
         return Screened(bound.lower, seconds, lambda: memory_bytes(problem, choice))
 
     def priced(self, graph: Annotated, again: frozenset[str], progress: Progress) -> dict[str, float]:
