@@ -319,6 +319,8 @@ class Joint:
     ids: list[npt.NDArray[np.int64]]
     prices: list[Array]
     pairs: npt.NDArray[np.int64]  # all re-layouts that some choice needs, sorted
+    uses: list[Use]
+    indices: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]  # layouts of the choices on both sides
 
     def may_need(self, pair: int) -> bool:
         at = np.searchsorted(self.pairs, pair)
@@ -388,6 +390,12 @@ class Shared:
                     weights[number] += change
                     yield self.joints[number], change * self.joints[number].priced(pair)
 
+    def parts_of(self, pairs: list[int], number: int) -> list[float]:
+        """Parts of the prices of re-layouts that one of the joints is charged."""
+        if len(self.joints) == 1:
+            return [1.0] * len(pairs)
+        return [self._weights(pair)[number] for pair in pairs]
+
     def _weights(self, pair: int) -> dict[int, float]:
         if pair not in self.weights:
             who = [number for number, joint in enumerate(self.joints) if joint.may_need(pair)]
@@ -396,15 +404,16 @@ class Shared:
 
 
 def _joint(problem: Problem, source: int | None, target: int | None, uses: list[Use]) -> Joint:
-    ids, prices, pairs = [], [], []
+    ids, prices, pairs, indices = [], [], [], []
     for use in uses:
-        at = np.ix_(_side_index(problem, source, use.from_members), _side_index(problem, target, use.to_members))
+        indices.append((_side_index(problem, source, use.from_members), _side_index(problem, target, use.to_members)))
+        at = np.ix_(*indices[-1])
         price = np.array(use.price, dtype=np.float64) * use.edge.count
         pair = np.array(use.from_ids, dtype=np.int64)[:, None] * 2**20 + use.wanted_ids()
         pairs.append(pair[price > 0])
         ids.append(np.where(price > 0, pair, -1)[at])
         prices.append(price[at])
-    return Joint(source, target, ids, prices, np.unique(np.concatenate(pairs)))
+    return Joint(source, target, ids, prices, np.unique(np.concatenate(pairs)), uses, indices)
 
 
 def _side_index(problem: Problem, root: int | None, members: list[list[int]]) -> npt.NDArray[np.int64]:

@@ -3,7 +3,7 @@
 A re-layout's exact price asks for its cheapest path, which takes milliseconds for each kind of it; on three mesh axes
 there are tens of thousands. What must enter a rank, or a host, at least follows from the blocks alone: what of its new
 blocks it does not hold, or, where sums are reduced, its new blocks and its part of all summands. With these prices the
-solver's bound holds, and rules out most choices before anything is priced exactly (`passes/narrow.py`).
+solver's bound holds; what it rests on is then priced exactly (`passes/tighten.py`).
 """
 
 from __future__ import annotations
@@ -22,73 +22,59 @@ from stpart_compiler.cost_models.compute import copy_seconds
 from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.placement import Cuts, Tables, is_windowed, tables
 from stpart_compiler.passes.overlap import Beside
-from stpart_compiler.passes.space import Costs
+from stpart_compiler.passes.space import Costs, Space
 from stpart_compiler.passes.uses import HIDDEN_SHARE, Prices, Use
 
 Array = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
 
-RANKS_LOOKED_AT = 32
-"""Of more ranks so many are looked at, evenly spread: the most that enters one of them is still a lower bound."""
+PAIRS_LOOKED_AT = 64
+"""Of more pairs of ranks of one unit so many are looked at, of units evenly spread: the most that enters one of these
+is still a lower bound."""
 
 
 class FloorPrices(Prices):
-    """Prices of uses that no re-layout is cheaper than, in ns; zero where nothing is known."""
+    """Prices of uses that no re-layout is cheaper than, in ns; one where nothing is known and the layouts differ, which
+    tells what may cost something."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__(space)
+        self.beside: dict[object, Beside] = {}
 
     def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: Beside) -> list[list[int]]:
-        transfer = self._transfers(sources, targets, itemsize)
+        transfer = floor_seconds(self.space.costs, sources, targets, itemsize)
         local = repackings(self.space.costs, sources, targets, itemsize) * (transfer > 0)
         most = np.minimum.outer(hidden.sources, hidden.targets)
         exposed = transfer - self.space.costs.cluster.hidden.collectives * np.minimum(transfer, most)
         mean = hidden.share * np.maximum(HIDDEN_SHARE * transfer, exposed) + (1 - hidden.share) * transfer
-        found: list[list[int]] = np.floor((mean + local) * 1e9).astype(np.int64).tolist()
+        prices = np.floor((mean + local) * 1e9).astype(np.int64)
+        numbers: dict[Layout, int] = {}
+        same = [[numbers.setdefault(layout, len(numbers)) for layout in side] for side in (sources, targets)]
+        found: list[list[int]] = np.maximum(prices, np.not_equal.outer(*same)).tolist()
+        return found
+
+    def exact(self, use: Use, sources: list[int], targets: list[int]) -> list[int]:
+        """The prices of some re-layouts of a use, which it then has."""
+        edge, itemsize = use.edge, use.edge.value.dtype.itemsize
+        key = edge.producer, edge.consumer, edge.port
+        if key not in self.beside:
+            self.beside[key] = self.overlap.seconds(edge, use.from_ports, use.to_ports)
+        hidden, costs = self.beside[key], self.space.costs
+        found = []
+        for at in zip(sources, targets, strict=True):
+            source, target = use.from_ports[at[0]].layout, use.to_ports[at[1]].layout
+            transfer, local = costs.priced(source, target, itemsize)
+            if at in use.apart:
+                slices = use.apart[at]
+                part = costs.relayout(slices.largest(source), slices.largest(target), itemsize)
+                transfer = len(slices.atoms) * part
+            found.append(self._ns(transfer, local, hidden, at))
+            use.price[at[0]][at[1]] = found[-1]
         return found
 
     def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: Beside) -> list[list[int]]:
         """As they are: slices send as much as the whole."""
         return table
-
-    def _transfers(self, sources: list[Layout], targets: list[Layout], itemsize: int) -> Array:
-        return floor_seconds(self.space.costs, sources, targets, itemsize)
-
-
-class LikelyPrices(FloorPrices):
-    """Prices that re-layouts probably have, in ns: of those between blocks of like sizes, of which as much enters ranks
-    and hosts at least, one is priced."""
-
-    def _transfers(self, sources: list[Layout], targets: list[Layout], itemsize: int) -> Array:
-        kind, first = _kinds(_features(self.space.costs, sources, targets))
-        pairs = [(sources[at // len(targets)], targets[at % len(targets)]) for at in first]
-        seconds = np.array([self.space.costs.relayout(one, two, itemsize) for one, two in pairs])
-        return seconds[kind].reshape(len(sources), len(targets))
-
-
-def _kinds(features: Array) -> tuple[Index, list[int]]:
-    """Number of the kind of each pair, flat, and one pair of each kind. `features`: [feature, source, target]."""
-    kind = np.zeros(math.prod(features.shape[1:]), dtype=np.int64)
-    for feature in features:
-        _, values = np.unique(feature.reshape(-1), return_inverse=True)
-        _, first, kind = np.unique(kind * (values.max() + 1) + values, return_index=True, return_inverse=True)
-    return kind, first.tolist()
-
-
-def _features(costs: Costs, sources: Sequence[Layout], targets: Sequence[Layout]) -> Array:
-    """[feature, source, target]: what re-layouts of one price have in common."""
-    shape = (len(sources), len(targets))
-    numbers: dict[Layout, int] = {}
-    same = [[numbers.setdefault(layout, len(numbers)) for layout in side] for side in (sources, targets)]
-    found = [np.equal.outer(*same).astype(np.float64)]
-    for measure in (max_local_numel, _summands):
-        one, two = (np.array([measure(layout) for layout in side], dtype=np.float64) for side in (sources, targets))
-        found += [np.broadcast_to(one[:, None], shape), np.broadcast_to(two[None, :], shape)]
-    entering = _entering(costs, tuple(sources), tuple(targets))
-    if entering is None:
-        return np.stack([*found, np.arange(math.prod(shape), dtype=np.float64).reshape(shape)])
-    return np.stack([*found, *(array for unit in entering for array in (unit.elements, unit.missing, unit.summed))])
-
-
-def _summands(layout: Layout) -> int:
-    return math.prod(digit.q for digit in layout.partial)
 
 
 def floor_seconds(costs: Costs, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: int) -> Array:
@@ -106,15 +92,12 @@ def floor_seconds(costs: Costs, sources: Sequence[Layout], targets: Sequence[Lay
 class _Entering:
     """What enters units of `size` ranks (single ranks, hosts, ...) over `link`, [source, target].
 
-    `elements`: those that enter some unit at least, 0 where nothing is known. `missing`: those of new blocks of which
-    a unit has no part, whole or summand. `summed`: over how many units a sum is spread at least.
+    `elements`: those that enter some unit at least, 0 where nothing is known.
     """
 
     size: int
     link: Link
     elements: Array
-    missing: Array
-    summed: Array
 
 
 @lru_cache(maxsize=300)
@@ -142,23 +125,21 @@ def _units(costs: Costs) -> Iterator[tuple[int, Link]]:
 def _of_units(costs: Costs, here: _Blocks, there: _Blocks, both: Array, size: int, link: Link) -> _Entering:
     table = tables(costs.mesh)
     units = np.arange(len(table.ranks)).reshape(-1, size)
-    some = units[:: max(1, len(table.ranks) // RANKS_LOOKED_AT)]
+    step = max(1, -(-len(table.ranks) * size // PAIRS_LOOKED_AT))
+    some = units[step // 2 :: step]
     nowhere = np.zeros(len(table.ranks), dtype=np.int64)
-    missing = _missing(here, there, some, nowhere)
-    elements, summed = missing.copy(), np.ones_like(missing)
+    elements = np.zeros((len(here.partial), len(there.partial)))
     for own, i in here.by_partial().items():
         for kept, j in there.by_partial().items():
             sums = _Sums.between(table, own, kept, units)
             at = np.ix_(i, j)
-            summed[at] = sums.n + 0.5 * bool(sums.gone)
             if sums.n > 1:
-                wanted = there.only(j).distinct(some, np.array(table.classes(sums.stay)))
+                wanted = there.only(j).distinct(units, np.array(table.classes(sums.stay)))
                 elements[at] = sums.elements(here.numel, wanted, len(units))
-            elif sums.gone:
-                elements[at] = 0.0
-            elif own:
-                elements[at] = _missing(here.only(i), there.only(j), some, np.array(table.classes(own)))
-    return _Entering(size, link, elements * both, missing * both - (both == 0), summed)
+            elif not sums.gone:
+                classes = np.array(table.classes(own)) if own else nowhere
+                elements[at] = _missing(here.only(i), there.only(j), some, classes)
+    return _Entering(size, link, elements * both)
 
 
 @dataclass(frozen=True)

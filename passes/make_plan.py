@@ -139,12 +139,15 @@ class MakePlan:
             self.known.spatial = self._spatial_only(self._known_whole(graph)[0], progress)
         return {name: found for name, found in (self.known.spatial or {}).items() if self._fits(found)}
 
-    def screened(self, graph: Annotated) -> Screened:
+    def screened(self, graph: Annotated, progress: Progress = lambda text: None) -> Screened:
         """What to expect of this graph and mesh, before templates are priced and anything is solved."""
         _, problem = self._known_whole(graph)
         bound = free_bound(problem, self.known.sets)
         choice = bound.nearest
-        return Screened(bound.lower, evaluate(problem, choice), lambda: memory_bytes(problem, choice))
+        seconds = evaluate(problem, choice)
+        gap = 100 * max(0.0, 1 - bound.lower / seconds)
+        progress(f"on mesh {self.costs.mesh}: {seconds * 1e3:.3f} ms, within {gap:.1f} % of the bound")
+        return Screened(bound.lower, seconds, lambda: memory_bytes(problem, choice))
 
     def lower_within(self, graph: Annotated) -> float:
         """Seconds that no plan within the memory limit beats, whatever runs again: takes longer than `screened`."""

@@ -116,7 +116,7 @@ class Solve:
         model.minimize_time()
         model.hint(begin)
         limit = min(self.polish_s, self.options.time_limit_s) if near else self.options.time_limit_s
-        watch = _Watch(start, progress, self.options.patience_s)
+        watch = _Watch(start, progress, self.options.patience_s, bound.lower * 1e9 / model.unit)
         choice, name, lower, limited = self._search(problem, model, bound, watch, limit)
         wall = time.perf_counter() - start
         chosen = min((begin, choice or begin), key=lambda found: evaluate(problem, found))
@@ -244,11 +244,12 @@ def _settled(problem: Problem, bound: Bound) -> bool:
 class _Watch(cp_model.CpSolverSolutionCallback):
     """Notes when the first solution came, reports progress, and stops a search that has stopped improving."""
 
-    def __init__(self, start: float, progress: Progress | None, patience_s: float) -> None:
+    def __init__(self, start: float, progress: Progress | None, patience_s: float, lower: float) -> None:
         super().__init__()
         self._start = start
         self._progress = progress
         self._patience_s = patience_s
+        self._lower = lower  # known before, in units of the objective
         self._timer: threading.Timer | None = None
 
     def solve(self, solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSolverStatus:
@@ -268,7 +269,7 @@ class _Watch(cp_model.CpSolverSolutionCallback):
         self._timer.start()
         now = time.perf_counter() - self._start
         if self._progress is not None:
-            best, bound = self.objective_value, self.best_objective_bound
+            best, bound = self.objective_value, max(self.best_objective_bound, self._lower)
             gap = (best - bound) / best if best else 0.0
             self._progress(f"solve {now:.1f} s: plan found, within {100 * gap:.1f} % of the bound")
 

@@ -114,8 +114,7 @@ def compile_model(
     pieces = partial(written.of, 1) if sequences.stripes > 1 and (sequences.windows or sequences.single) else None
 
     def search_on(grid: Mesh) -> Search:
-        coarse, fine = coarse_and_fine(asked)
-        finer = fine if grid == coarse else None
+        finer = coarse_and_fine(asked)[1]
         return Search(graphs, Costs(prices, grid), limit, options, template, limits, device, say, finer, pieces)
 
     cache = plan_cache(graphs.plain, asked, prices, limit, options, template, (limits, device.type, grids))

@@ -57,8 +57,12 @@ def _planned(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
 
 def grids_to_try(spec: Any, mesh: Mesh, cluster: Cluster, name: str | None, plan: Plan | None) -> list[Mesh]:
     """The meshes that are tried, the one asked for first. Of a plain number of ranks also those whose axes follow the
-    cluster's levels, and, but for a template, two axes inside of a host."""
+    cluster's levels, and, but for a template, two axes inside of a host. Of three and more axes over several hosts, but
+    for a template, all two axes that they or the levels can be taken as: a plan on these is what is refined."""
     grids = [_planned(mesh, name, plan)]
+    if plan is None and name is None and len(_wide(mesh)) > 2:
+        along = over_hierarchy(mesh.world_size, cluster)
+        grids += [*_joined_otherwise(mesh), *along] if along else []
     if isinstance(spec, int) and plan is None:
         grids += [_planned(other, name, None) for other in over_hierarchy(spec, cluster)]
         grids += within_host(spec, cluster) if name is None else []
@@ -71,7 +75,8 @@ def grids_to_try(spec: Any, mesh: Mesh, cluster: Cluster, name: str | None, plan
 
 
 def coarse_and_fine(mesh: Mesh) -> tuple[Mesh, Mesh | None]:
-    """The mesh on which a plan is made, and the finer one on which it is refined, where there are three wide axes."""
+    """The mesh on which a plan is made first, and the finer one on which it is refined, where there are three wide
+    axes."""
     return _two_axes(mesh), _three_axes(mesh) if len(_wide(mesh)) > 2 else None
 
 
@@ -79,6 +84,12 @@ def _two_axes(mesh: Mesh) -> Mesh:
     """Of three and more wide axes the inner ones as one."""
     wide = _wide(mesh)
     return mesh if len(wide) <= 2 else _mesh(wide[0], _joined(wide[1:]))
+
+
+def _joined_otherwise(mesh: Mesh) -> list[Mesh]:
+    """Of three and more wide axes the outer ones as one, and the inner ones as one, in all other ways."""
+    wide = _wide(mesh)
+    return [_mesh(_joined(wide[:n]), _joined(wide[n:])) for n in range(2, len(wide))]
 
 
 def _three_axes(mesh: Mesh) -> Mesh:

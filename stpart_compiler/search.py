@@ -117,7 +117,8 @@ class Search:
         if self.template is not None:
             return UNKNOWN
         self.say(f"looking at mesh {self.costs.mesh}")
-        return self._look(Form(False, None))
+        form = Form(False, None)
+        return self._maker(form).screened(self._graph(form), self.say)
 
     def _look(self, form: Form) -> Screened:
         return self._maker(form).screened(self._graph(form))
@@ -312,7 +313,7 @@ def on_best_mesh(searches: list[Search], gap: float) -> tuple[Plan, Programs]:
     looked = [search.screened() for search in searches]
     found: dict[int, tuple[Plan, Programs]] = {}
     short: list[InfeasibleError] = []
-    for i in _promising(looked, gap):
+    for i in promising(looked, gap):
         if found and not looked[i].beats(min(plan.seconds for plan, _ in found.values()), gap, searches[i].limit):
             continue
         searches[i].say(f"mesh {searches[i].costs.mesh}")
@@ -331,7 +332,7 @@ def on_best_mesh(searches: list[Search], gap: float) -> tuple[Plan, Programs]:
     return plan, programs
 
 
-def _promising(looked: list[Screened], gap: float) -> list[int]:
+def promising(looked: list[Screened], gap: float) -> list[int]:
     """Meshes in the order in which they are tried: fastest first, but the first one before all if none can be faster by
     more than the gap."""
     order = sorted(range(len(looked)), key=lambda i: looked[i].seconds)

@@ -12,7 +12,7 @@ import stpart_compiler as st
 from stpart_compiler.cost_models.cluster import Device, Link
 from stpart_compiler.grids import over_hierarchy, within_host
 from stpart_compiler.passes.make_plan import Screened
-from stpart_compiler.search import _promising
+from stpart_compiler.search import promising
 
 FAST, SLOW = Link(1e-6, 1e10), Link(1e-4, 1e8)
 DEVICE = Device("slow", "cpu", (("float64", 1e9), ("float32", 1e9)), 2**34, 1e10)
@@ -55,7 +55,7 @@ def test_axes_inside_of_a_host(ranks: int, level: int | None, sizes: list[tuple[
     ids=["a mesh may be faster", "within 2 %", "the first is fastest"],
 )
 def test_the_mesh_that_promises_most_is_tried_first(looked: list[tuple[float, float]], order: list[int]) -> None:
-    assert _promising([Screened(lower, seconds, lambda: 0) for lower, seconds in looked], 0.02) == order
+    assert promising([Screened(lower, seconds, lambda: 0) for lower, seconds in looked], 0.02) == order
 
 
 def compiled(mesh: Any, **options: Any) -> st.CompiledModel:

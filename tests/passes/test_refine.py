@@ -18,6 +18,7 @@ from stpart_compiler.cost_models.cluster import Cluster, Link, load_cluster
 from stpart_compiler.cost_models.collectives import ALGORITHMS
 from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
+from stpart_compiler.passes.bound import FindBound
 from stpart_compiler.passes.floors import FloorPrices
 from stpart_compiler.passes.narrow import only_choices
 from stpart_compiler.passes.overlap import Beside
@@ -27,6 +28,7 @@ from stpart_compiler.passes.refine import axis_parts, lifted_strategy
 from stpart_compiler.passes.solve import InfeasibleError, Solve
 from stpart_compiler.passes.space import BuildSpace, Costs, Space
 from stpart_compiler.passes.strategies import space_on
+from stpart_compiler.passes.tighten import Tighten
 from stpart_compiler.passes.uses import Prices
 
 HOSTS = replace(load_cluster("v100-32gb-8x4"), name="hosts")
@@ -59,18 +61,19 @@ def graph() -> Annotated:
     return annotate(capture(Two(), (torch.randn(8, 6, 12),)))
 
 
+@cache
 def space(mesh: Mesh, cluster: Cluster) -> Space:
     return BuildSpace(Costs(cluster, mesh), space_on(mesh)).apply(graph())
 
 
-def few(seed: int, mesh: Mesh) -> Problem:
+def few(seed: int, mesh: Mesh, cluster: Cluster = CLUSTER, priced_by: type[Prices] = Prices) -> Problem:
     """A problem in which eight roots have three choices each, and all others one."""
-    whole = space(mesh, CLUSTER)
+    whole = space(mesh, cluster)
     draw = random.Random(seed)
     roots = BuildProblem(SOLVER).apply(whole).roots
     free = set(draw.sample([root for root, n in roots.items() if n > 2], 8))
     kept = {root: sorted(draw.sample(range(n), min(n, 3 if root in free else 1))) for root, n in roots.items()}
-    return BuildProblem(SOLVER).apply(only_choices(whole, kept))
+    return BuildProblem(SOLVER, priced_by=priced_by).apply(only_choices(whole, kept))
 
 
 @pytest.mark.parametrize("seed", [0, 2, 5, 7])
@@ -111,10 +114,27 @@ def test_no_re_layout_is_cheaper_than_its_floor(cluster: Cluster) -> None:
     assert near > 50
 
 
+def test_a_bound_from_floors_gets_as_high_as_one_from_prices() -> None:
+    """Never above the optimum; what is found costs what it says."""
+    at = 1, parse_mesh((2, 2, 2)), HOSTS
+    exact = few(*at)
+    optimum = Solve(SOLVER).apply(exact).seconds
+    floors = few(*at, FloorPrices)
+    begun = FindBound().apply(floors).lower
+    bounds: list[float] = []
+    tight = Tighten(0.0).apply(floors, bounds.append)
+    assert begun < 0.9 * optimum and bounds[0] < tight.lower <= optimum + 2e-9
+    assert tight.lower >= 0.98 * FindBound(gap=0.0).apply(exact).lower
+    assert tight.seconds == pytest.approx(evaluate(exact, tight.choice), abs=1e-12) and tight.seconds >= optimum - 1e-12
+    best = min(over.max() for over in tight.over.values() if len(over) > 1)
+    assert all(over.min() >= 0 for over in tight.over.values()) and best > 0
+
+
 def test_a_strategy_keeps_its_meaning_on_a_finer_mesh() -> None:
     """Written in the axes of the fine mesh it costs the same and needs the same re-layouts; rings have no such form."""
     coarse, fine = parse_mesh({"a": 2, "b_c": 4}), parse_mesh({"a": 2, "b": 2, "c": 2})
     parts = axis_parts(coarse, fine)
+    assert parts is not None and axis_parts(parse_mesh((4, 2, 3)), parse_mesh((2, 4, 3))) is None
     few_, many = space(coarse, CLUSTER), space(fine, CLUSTER)
     lifted = 0
     for one, two in zip(few_.choices, many.choices, strict=True):
@@ -133,8 +153,9 @@ def test_three_axes_give_a_faster_plan_that_is_exact() -> None:
     torch.manual_seed(0)
     model, x = Two().double(), torch.randn(8, 6, 12, dtype=torch.float64)
     cluster = replace(st.load_cluster("cpu-gloo"), levels=((None, Link(1e-9, 1e7)),))
-    flat = st.compile_model(model, (x,), mesh=(2, 4), cluster=cluster)
-    compiled = st.compile_model(model, (x,), mesh=(2, 2, 2), cluster=cluster)
+    near = SolverOptions(gap=0.002)
+    flat = st.compile_model(model, (x,), mesh=(2, 4), cluster=cluster, solver=near)
+    compiled = st.compile_model(model, (x,), mesh=(2, 2, 2), cluster=cluster, solver=near)
     assert len(compiled.plan.mesh.axes) == 3
     assert compiled.plan.seconds < flat.plan.seconds
     assert compiled.plan.bound_seconds <= compiled.plan.seconds
