@@ -14,6 +14,9 @@ from torch._ops import OpOverload
 from stpart_compiler.cost_models.liveness import storage_base
 from stpart_compiler.ir.program import Instr, RankProgram, Value, collective_kind
 
+Span = tuple[int, int]
+"""The first and the last instruction of something."""
+
 
 @dataclass(frozen=True)
 class SumInPlace:
@@ -23,9 +26,9 @@ class SumInPlace:
         if not any(_is_sum(instr) for instr in program.body):
             return program
         owner = _owners(program)
-        last = _last_reads(program, owner)
+        reads = _reads(program, owner)
         body = [
-            _in_place(instr) if _is_sum(instr) and _is_free(instr.inputs()[0], index, owner, last) else instr
+            _in_place(instr) if _is_sum(instr) and _is_free(instr.inputs()[0], index, owner, reads) else instr
             for index, instr in enumerate(program.body)
         ]
         return replace(program, body=body)
@@ -55,18 +58,25 @@ def _owners(program: RankProgram) -> dict[str, Value]:
     return owner
 
 
-def _last_reads(program: RankProgram, owner: dict[str, Value]) -> dict[str, int]:
-    """Owner of a storage -> the last instruction that reads it, past the end if the caller does."""
-    last: dict[str, int] = {}
+def _reads(program: RankProgram, owner: dict[str, Value]) -> dict[str, list[Span]]:
+    """Owner of a storage -> from where to where it is read: by transfers until their wait, by callers past the end."""
+    ends = {(instr.channel, tag): index for index, instr in enumerate(program.body) for tag in instr.tags}
+    found: dict[str, list[Span]] = {}
     for index, instr in enumerate(program.body):
-        last |= {owner[value.name].name: index for value in instr.inputs() if value.name in owner}
-    given = (value for value in program.outputs if value is not None and value.name in owner)
-    return last | {owner[value.name].name: len(program.body) for value in given}
+        tags = {message.tag for _, message in instr.sends} | ({instr.tag} if instr.kind == "collective" else set())
+        end = max((ends[instr.channel, tag] for tag in tags), default=index)
+        for value in instr.inputs():
+            if value.name in owner:
+                found.setdefault(owner[value.name].name, []).append((index, end))
+    given = [value for value in program.outputs if value is not None and value.name in owner]
+    for value in given:
+        found.setdefault(owner[value.name].name, []).append((len(program.body), len(program.body)))
+    return found
 
 
-def _is_free(value: Value, index: int, owner: dict[str, Value], last: dict[str, int]) -> bool:
-    """Whether a value has a storage of its own that no one needs after the instruction."""
+def _is_free(value: Value, index: int, owner: dict[str, Value], reads: dict[str, list[Span]]) -> bool:
+    """Whether a value has a storage of its own that no one else needs while and after the instruction runs."""
     base = owner.get(value.name)
     if base is None or value.dtype.is_complex:
         return False
-    return base.nbytes == value.nbytes and last[base.name] == index
+    return base.nbytes == value.nbytes and all(end < index for start, end in reads[base.name] if start != index)

@@ -40,7 +40,7 @@ def alone(graph: Annotated, name: str, mesh: Mesh) -> float:
 def test_each_template_is_priced_where_it_is_fastest() -> None:
     with torch.device("meta"):
         graph = annotate(capture(Net(), (torch.zeros(2, 64, 128),)), stripes=8)
-    plan = MakePlan(Costs(CLUSTER, parse_mesh((2, 4))), SOLVER, LIMIT).apply(graph)
+    plan = MakePlan(Costs(CLUSTER, parse_mesh((4, 2))), SOLVER, LIMIT).apply(graph)
     found = PriceSplits(CLUSTER, SOLVER, LIMIT).apply([graph], plan)
     assert [mesh.sizes for mesh in splits(8)] == [(8,), (2, 4), (4, 2)]
     assert {label.split(" ")[0] for label in found} == {*TEMPLATES} - {"primepar", "metp"}, "no square, no regions"
@@ -49,4 +49,4 @@ def test_each_template_is_priced_where_it_is_fastest() -> None:
         name, _, split = label.rstrip(")").partition(" (")
         meshes = [mesh for mesh in splits(8) if TEMPLATES[name].applies(mesh) is None]
         assert seconds == pytest.approx(min(alone(graph, name, mesh) for mesh in meshes))
-        assert seconds == pytest.approx(alone(graph, name, parse_mesh(tuple(map(int, (split or "2x4").split("x"))))))
+        assert seconds == pytest.approx(alone(graph, name, parse_mesh(tuple(map(int, (split or "4x2").split("x"))))))

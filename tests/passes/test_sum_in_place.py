@@ -74,6 +74,21 @@ def given_back(build: Builder, x: Value) -> list[Value]:
     return [reduced(build, build.call(_same, (x,), shape=x.shape, dtype=x.dtype, stem="same"))]
 
 
+def summed_twice_at_once(build: Builder, x: Value) -> list[Value]:
+    made, tags = neg(build, x), (build.reserve(), build.reserve())
+    totals = [build.collective("all_reduce", made, [0, 1], tag, x.shape) for tag in tags]
+    build.wait(tags, 1)
+    return totals
+
+
+def sent_meanwhile(build: Builder, x: Value) -> list[Value]:
+    made, tag, other = neg(build, x), build.reserve(), 1 - build.rank
+    (received,), tags = build.exchange([(made, other, tag)], [(x.shape, x.dtype, other, tag)], "moved")
+    total = reduced(build, made)
+    build.wait(tags, 0)
+    return [total, received]
+
+
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
@@ -91,6 +106,8 @@ CASES: list[tuple[Body, list[bool]]] = [
     (given_as_well, [False]),
     (a_part, [False]),
     (given_back, [False]),
+    (summed_twice_at_once, [False, False]),
+    (sent_meanwhile, [False]),
     (summed_twice, [True, True]),
 ]
 
