@@ -190,14 +190,14 @@ def _changed(directory: Path, rank: int) -> st.CompiledModel:
 def break_at_first_sum(module: RankModule, event: Callable[[], object]) -> None:
     """`event` happens where the step first sums over ranks, in the middle of forward."""
     engine: Any = module.engine
-    all_reduce = engine.all_reduce
+    start = engine._sum
 
-    def broken(*args: Any) -> torch.Tensor:
-        engine.all_reduce = all_reduce
+    def broken(*args: Any) -> None:
+        engine._sum = start
         event()
-        return all_reduce(*args)
+        start(*args)
 
-    engine.all_reduce = broken
+    engine._sum = broken
 
 
 def failure(call: Callable[[], object]) -> dict[str, Any]:
