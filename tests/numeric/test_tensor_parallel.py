@@ -21,7 +21,7 @@ from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.strategies import is_contraction
 
 SOLVER = st.SolverOptions(time_limit_s=20, patience_s=0.5, yardsticks=False)
-# Transfers take about as long as compute, so that it pays to have both at once. Each rank is a host: links are not idle.
+# Transfers take about as long as compute, so that it pays to have both at once. Each rank is a host: no gaps in links.
 CLUSTER = replace(slow_ranks.CLUSTER, levels=((1, Link(1e-9, 1e8)), (None, Link(1e-9, 1e8))))
 
 
