@@ -90,7 +90,7 @@ def compiled(mesh: Any = 2, template: str | None = "zero3", kind: type[nn.Module
     graph = annotated(kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stpart_compiler.compile.capture", lambda *args, **kwargs: graph.captured)
-        patch.setattr("stpart_compiler.compile.annotate", lambda *args, **kwargs: graph)
+        patch.setattr("stpart_compiler.graphs.annotate", lambda *args, **kwargs: graph)
         model = net(kind)
         return st.compile_model(model, (BATCHES[0],), mesh=mesh, template=template, cluster=CLUSTER, solver=SOLVER)
 
