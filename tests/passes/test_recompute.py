@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def search(graphs: Graphs, limit: int, mesh: int = 2, *, yardsticks: bool = Fals
 
 
 def test_limits() -> None:
-    """As the limit falls, the step takes longer, fits, and more is run again; the least that is named works."""
+    """As the limit falls, the step takes longer but for the gap, fits, and more is run again; the least named works."""
     free = search(blocks(), 2**40, mesh=1, yardsticks=True)
     assert not free.recompute
     plans = [free]
@@ -150,7 +151,8 @@ def test_limits() -> None:
         assert plan.memory["peak"] <= limit
         assert plan.memory["solver estimate"] == pytest.approx(plan.memory["peak"], rel=0.02)
         plans.append(plan)
-    assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
+    assert all(tighter.seconds >= (1 - SOLVER.gap) * wider.seconds for wider, tighter in pairwise(plans))
+    assert plans[-1].seconds > free.seconds
     assert 0 < len(plans[1].recompute) < len(plans[-1].recompute)
     assert "run again in backward" in plan.summary()
     for plan in plans:  # templates too run again what the plan does, rather than not to fit
