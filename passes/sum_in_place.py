@@ -6,6 +6,7 @@ the storage, the value, of real numbers, fills it, and neither a later instructi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,13 +66,16 @@ def _reads(program: RankProgram, owner: dict[str, Value]) -> dict[str, list[Span
     for index, instr in enumerate(program.body):
         tags = {message.tag for _, message in instr.sends} | ({instr.tag} if instr.kind == "collective" else set())
         end = max((ends[instr.channel, tag] for tag in tags), default=index)
-        for value in instr.inputs():
-            if value.name in owner:
-                found.setdefault(owner[value.name].name, []).append((index, end))
-    given = [value for value in program.outputs if value is not None and value.name in owner]
-    for value in given:
-        found.setdefault(owner[value.name].name, []).append((len(program.body), len(program.body)))
+        _note(found, owner, instr.inputs(), (index, end))
+    past = len(program.body)
+    _note(found, owner, program.outputs, (past, past))
     return found
+
+
+def _note(found: dict[str, list[Span]], owner: dict[str, Value], values: Iterable[Value | None], span: Span) -> None:
+    for value in values:
+        if value is not None and value.name in owner:
+            found.setdefault(owner[value.name].name, []).append(span)
 
 
 def _is_free(value: Value, index: int, owner: dict[str, Value], reads: dict[str, list[Span]]) -> bool:

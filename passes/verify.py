@@ -154,7 +154,7 @@ class _RankCheck:
             if not instr.partial_ok and value.name in self.program.partial:
                 self._dropped_sum(index, value)
             if value.name in self.stale:
-                self._overwritten(index, value)
+                _fail(self.program, index, self._overwritten(value, "read"))
             if self.busy and instr.kind != "view":
                 self._check_read(index, value)
         for value in written(instr):
@@ -172,9 +172,9 @@ class _RankCheck:
         what = f"{_tensor(value)} is a pending sum over {digits} and is read as if it were the whole value"
         _fail(self.program, index, f"{what}; expected a reduction before")
 
-    def _overwritten(self, index: int, value: Value) -> NoReturn:
-        what = f"{_tensor(value)} is read after instruction {self.stale[value.name]} has summed in its storage"
-        _fail(self.program, index, f"{what}; expected the reduction's own result, or a sum in a copy")
+    def _overwritten(self, value: Value, how: str) -> str:
+        what = f"{_tensor(value)} is {how} after instruction {self.stale[value.name]} has summed in its storage"
+        return f"{what}; expected the reduction's own result, or a sum in a copy"
 
     def _check_read(self, index: int, value: Value) -> None:
         for flight in self.busy.get(self.root[value.name], ()):
@@ -211,10 +211,7 @@ class _RankCheck:
             if value.name not in self.root:
                 raise VerificationError(f"{where}: {_tensor(value)} is returned but never defined")
             if value.name in self.stale:
-                what = (
-                    f"{_tensor(value)} is returned after instruction {self.stale[value.name]} has summed in its storage"
-                )
-                raise VerificationError(f"{where}: {what}; expected the reduction's own result, or a sum in a copy")
+                raise VerificationError(f"{where}: {self._overwritten(value, 'returned')}")
             if value.name in self.program.partial and not self.program.gives_sums:
                 digits = ", ".join(self.program.partial[value.name])
                 what = f"{_tensor(value)} is a pending sum over {digits}"
