@@ -117,11 +117,10 @@ class Search:
         if self.template is not None:
             return UNKNOWN
         self.say(f"looking at mesh {self.costs.mesh}")
-        form = Form(False, None)
-        return self._maker(form).screened(self._graph(form), self.say)
+        return self._look(Form(False, None), self.say)
 
-    def _look(self, form: Form) -> Screened:
-        return self._maker(form).screened(self._graph(form))
+    def _look(self, form: Form, say: Progress = lambda text: None) -> Screened:
+        return self._maker(form).screened(self._graph(form), say)
 
     def _maker(self, form: Form) -> MakePlan:
         new = MakePlan(self.costs, self.options, self.limit, self.template, self.restrictions.whole_parameters)
