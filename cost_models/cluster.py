@@ -23,7 +23,19 @@ from stpart_compiler.cost_models.toml_table import Table, read_toml
 from stpart_compiler.ir.mesh import Mesh
 
 _GENERIC = {"cpu": "cpu-gloo", "cuda": "gpu-generic"}
-SOURCED = ("memory", "peak_flops", "memory_bandwidth", "launch_overhead", "matmul_efficiency", "links", "hidden")
+CURVES = ("matmul_efficiency", "attention_efficiency", "memory_efficiency")
+"""A device's curves: attention takes that of products where it has none."""
+
+SOURCED = (
+    "memory",
+    "peak_flops",
+    "memory_bandwidth",
+    "launch_overhead",
+    *CURVES,
+    "transcendental_rate",
+    "links",
+    "hidden",
+)
 """What a cluster file may name the source of: vendor's figure, measured, fitted (and to what), or assumed."""
 
 COLLECTIVES = tuple(kind for kind in KINDS if kind != "exchange")
@@ -37,10 +49,13 @@ class Device:
     """One rank's device.
 
     `peak_flops`: FLOP/s by dtype name ("float32"). `memory`: bytes. `memory_bandwidth`: bytes/s, read plus written.
-    `launch_overhead`: seconds per op. `matmul_efficiency`: points (FLOPs of one call, share of the peak), ascending.
+    `launch_overhead`: seconds per op. `matmul_efficiency`: points (FLOPs of one call, share of the peak), ascending;
+    `attention_efficiency`: those of attention's kernels, empty: as of products. `memory_efficiency`: points (bytes that
+    one op reads and writes, share of the memory's bandwidth). `transcendental_rate`: elements/s of exp and the like,
+    0: never slower than memory.
 
     Raises:
-        ValueError: a quantity is not positive, or a point of the curve makes more FLOPs cheaper than fewer.
+        ValueError: a quantity is not positive, or a point of a curve makes more FLOPs or bytes cheaper than fewer.
     """
 
     name: str
@@ -50,6 +65,9 @@ class Device:
     memory_bandwidth: float
     launch_overhead: float = 0.0
     matmul_efficiency: Curve = ((1.0, 1.0),)
+    attention_efficiency: Curve = ()
+    memory_efficiency: Curve = ((1.0, 1.0),)
+    transcendental_rate: float = 0.0
 
     def __post_init__(self) -> None:
         if self.type not in _GENERIC:
@@ -61,9 +79,14 @@ class Device:
             _check_positive(f"device {self.name!r}: peak_flops.{dtype}", rate)
         _check_positive(f"device {self.name!r}: memory", self.memory)
         _check_positive(f"device {self.name!r}: memory_bandwidth", self.memory_bandwidth)
-        if not (math.isfinite(self.launch_overhead) and self.launch_overhead >= 0):
-            raise ValueError(f"device {self.name!r}: launch_overhead is {self.launch_overhead}; expected seconds >= 0")
+        for name, unit in (("launch_overhead", "seconds"), ("transcendental_rate", "elements/s")):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"device {self.name!r}: {name} is {value}; expected {unit} >= 0")
         check_curve(f"device {self.name!r}: matmul_efficiency", self.matmul_efficiency, "FLOPs")
+        if self.attention_efficiency:
+            check_curve(f"device {self.name!r}: attention_efficiency", self.attention_efficiency, "FLOPs")
+        check_curve(f"device {self.name!r}: memory_efficiency", self.memory_efficiency, "bytes")
 
     @cached_property
     def _peaks(self) -> dict[torch.dtype, float]:
@@ -78,13 +101,24 @@ class Device:
         """Peak FLOP/s in `dtype`; a dtype that is not listed runs at the rate of float32 or of the next best listed."""
         return self._peaks.get(dtype, self._fallback_peak)
 
-    def efficiency(self, flops: float) -> float:
-        """Share of the peak that a matmul of `flops` reaches: log-log interpolation, constant beyond the ends."""
-        return share_at(self.matmul_efficiency, flops)
+    def efficiency(self, flops: float, attention: bool = False) -> float:
+        """Share of the peak that a product (or a kernel of attention) of `flops` reaches.
 
-    def matmul_seconds(self, flops: float, dtype: torch.dtype) -> float:
+        Log-log interpolation, constant beyond the ends.
+        """
+        return share_at((attention and self.attention_efficiency) or self.matmul_efficiency, flops)
+
+    def streaming(self, nbytes: float) -> float:
+        """Share of the memory's bandwidth that an op reaches which reads and writes so many bytes in all."""
+        return share_at(self.memory_efficiency, nbytes)
+
+    def matmul_seconds(self, flops: float, dtype: torch.dtype, attention: bool = False) -> float:
         """Seconds that `flops` of one matmul-like call take, without launch and memory traffic."""
-        return flops / (self.peak(dtype) * self.efficiency(flops)) if flops > 0 else 0.0
+        return flops / (self.peak(dtype) * self.efficiency(flops, attention)) if flops > 0 else 0.0
+
+    def memory_seconds(self, nbytes: float) -> float:
+        """Seconds that one op takes to read and write so many bytes in all, without its launch."""
+        return nbytes / (self.memory_bandwidth * self.streaming(nbytes)) if nbytes > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -346,6 +380,9 @@ def _device(table: Table) -> Device:
         memory_bandwidth=table.number("memory_bandwidth"),
         launch_overhead=table.number("launch_overhead"),
         matmul_efficiency=table.points("matmul_efficiency"),
+        attention_efficiency=table.optional_points("attention_efficiency") or (),
+        memory_efficiency=table.optional_points("memory_efficiency") or ((1.0, 1.0),),
+        transcendental_rate=table.optional_number("transcendental_rate") or 0.0,
     )
     table.check_no_more()
     return device

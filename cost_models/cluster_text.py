@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from stpart_compiler.cost_models.cluster import Cluster, Hidden, Link
+from stpart_compiler.cost_models.cluster import Cluster, Device, Hidden, Link
 from stpart_compiler.cost_models.collectives import RING
 from stpart_compiler.cost_models.curve import Curve
 
@@ -17,7 +17,14 @@ def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
     lines += [f"name = {_quoted(cluster.name)}", "", "[device]", f"name = {_quoted(device.name)}"]
     lines += [f"type = {_quoted(device.type)}", f"memory = {device.memory}"]
     lines += [f"memory_bandwidth = {device.memory_bandwidth!r}", f"launch_overhead = {device.launch_overhead!r}"]
-    lines += [f"matmul_efficiency = {_points(device.matmul_efficiency)}", "", "[device.peak_flops]"]
+    lines += [f"matmul_efficiency = {_points(device.matmul_efficiency)}"]
+    if device.attention_efficiency:
+        lines.append(f"attention_efficiency = {_points(device.attention_efficiency)}")
+    if device.memory_efficiency != Device.memory_efficiency:
+        lines.append(f"memory_efficiency = {_points(device.memory_efficiency)}")
+    if device.transcendental_rate:
+        lines.append(f"transcendental_rate = {device.transcendental_rate!r}")
+    lines += ["", "[device.peak_flops]"]
     lines += [f"{dtype} = {rate!r}" for dtype, rate in device.peak_flops]
     for ranks, link in cluster.levels:
         lines += ["", "[[links]]", *_link(ranks, link)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from stpart_compiler.cost_models.cluster import Cluster
+from stpart_compiler.cost_models.cluster import Cluster, Device
 
 Shape = Sequence[int]
 Count = Callable[[Sequence[Shape], Sequence[Shape]], float]  # operands' shapes, results' shapes -> FLOPs
@@ -135,6 +135,16 @@ _LIKE = frozenset(
 _EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
 
 
+# Ops that raise e to a power, or the like, for each element: of the larger of operands and results.
+_TRANSCENDENTAL = frozenset(
+    {"exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "logsumexp", "logaddexp", "logcumsumexp", "_softmax"}
+    | {"_log_softmax", "_log_softmax_backward_data", "sigmoid", "tanh", "sinh", "cosh", "erf", "erfc", "erfinv"}
+    | {"gelu", "gelu_backward", "silu", "silu_backward", "mish", "mish_backward", "softplus", "softplus_backward"}
+    | {"elu", "elu_backward", "log_sigmoid_forward", "log_sigmoid_backward", "sin", "cos", "tan", "atan", "atan2"}
+    | {"cross_entropy_grad", "cross_entropy_grad_block", "block_logsumexp"}
+)
+
+
 @lru_cache(maxsize=4096)
 def _name(target: Any) -> str:
     packet = getattr(target, "overloadpacket", target)
@@ -237,14 +247,27 @@ def op_seconds(
     if is_view(call.target) or _name(call.target) in _EMPTY:
         return 0.0
     device = cluster.device
-    traffic = moved_bytes(call, in_shapes, out_shapes) / device.memory_bandwidth
+    traffic = device.memory_seconds(moved_bytes(call, in_shapes, out_shapes))
     work = flops(call, in_shapes, out_shapes)
     if not work:
-        return traffic + device.launch_overhead
-    seconds = max(traffic, device.matmul_seconds(work * done.share, call.operands[0].dtype)) + device.launch_overhead
+        return max(traffic, _transcendental_seconds(call, in_shapes, out_shapes, device)) + device.launch_overhead
+    seconds = max(traffic, arithmetic_seconds(call, work * done.share, cluster.device)) + device.launch_overhead
     if done.calls > 1:
         seconds += (done.calls - 1) * (device.launch_overhead + combining_seconds(_written(call, out_shapes), cluster))
     return seconds
+
+
+def _transcendental_seconds(
+    call: Call, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape], device: Device
+) -> float:
+    if not device.transcendental_rate or _name(call.target).removesuffix("_") not in _TRANSCENDENTAL:
+        return 0.0
+    return max((math.prod(shape) for shape in (*in_shapes, *out_shapes)), default=0) / device.transcendental_rate
+
+
+def arithmetic_seconds(call: Call, work: float, device: Device) -> float:
+    """Seconds of `work` FLOPs of a matmul-like call, by its kind of kernel."""
+    return device.matmul_seconds(work, call.operands[0].dtype, "attention" in _name(call.target))
 
 
 def _written(call: Call, out_shapes: Sequence[Shape]) -> float:
@@ -259,4 +282,4 @@ def combining_seconds(nbytes: float, cluster: Cluster) -> float:
 
 def copy_seconds(nbytes: float, cluster: Cluster) -> float:
     """Seconds to copy a tensor of `nbytes`: it is read and written."""
-    return 2 * nbytes / cluster.device.memory_bandwidth + cluster.device.launch_overhead
+    return cluster.device.memory_seconds(2 * nbytes) + cluster.device.launch_overhead

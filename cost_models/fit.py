@@ -14,7 +14,7 @@ import torch
 
 from stpart_compiler.cost_models.cluster import Link
 from stpart_compiler.cost_models.collectives import traffic
-from stpart_compiler.cost_models.curve import Curve
+from stpart_compiler.cost_models.curve import Curve, share_at
 
 P2P = "p2p"
 
@@ -114,21 +114,36 @@ def _alone(column: torch.Tensor) -> float:
     return float(column.sum() / (column * column).sum())
 
 
-def fit_curve(products: Sequence[tuple[float, float]]) -> tuple[float, Curve]:
-    """Peak FLOP/s and efficiency curve from (FLOPs, seconds) of products: the best rate seen, and shares of it.
+def fit_curve(ops: Sequence[tuple[float, float]]) -> tuple[float, Curve]:
+    """Peak rate and efficiency curve from (FLOPs or bytes, seconds) of ops: the best rate seen, and shares of it.
 
-    Where a larger product took less time than a smaller one, it counts as having taken as long.
+    Where a larger op took less time than a smaller one, it counts as having taken as long.
 
     Raises:
-        ValueError: there is no product.
+        ValueError: there is no op.
     """
-    if not products:
-        raise ValueError("fit_curve: got no products; expected (FLOPs, seconds) of at least one")
+    if not ops:
+        raise ValueError("fit_curve: got no ops; expected (FLOPs or bytes, seconds) of at least one")
+    peak = max(size / seconds for size, seconds in _rising(ops))
+    return peak, fit_shares(ops, peak)
+
+
+def fit_shares(ops: Sequence[tuple[float, float]], peak: float) -> Curve:
+    """Efficiency curve of ops against a peak rate that is known; a rate above it counts as the peak."""
+    return tuple((size, size / max(seconds, size / peak) / peak) for size, seconds in _rising(ops))
+
+
+def fit_peak(ops: Sequence[tuple[float, float]], curve: Curve) -> float:
+    """The peak rate with which an efficiency curve explains the times of ops best: half of them take longer."""
+    return statistics.median(size / seconds / share_at(curve, size) for size, seconds in ops)
+
+
+def _rising(ops: Sequence[tuple[float, float]]) -> Curve:
+    """Sizes and seconds of ops by size, the seconds never falling."""
     grown: list[tuple[float, float]] = []
-    for flops, seconds in sorted(products):
-        grown.append((flops, max(seconds, grown[-1][1] if grown else 0.0)))
-    peak = max(flops / seconds for flops, seconds in grown)
-    return peak, tuple((flops, flops / seconds / peak) for flops, seconds in grown)
+    for size, seconds in sorted(ops):
+        grown.append((size, max(seconds, grown[-1][1] if grown else 0.0)))
+    return tuple(grown)
 
 
 def rounded_curve(curve: Curve) -> Curve:

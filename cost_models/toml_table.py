@@ -69,6 +69,16 @@ class Table:
             self._fail(key, expected, value)
         return tuple((float(x), float(y)) for x, y in value)
 
+    def optional_number(self, key: str) -> float | None:
+        """A number, or None if the key is absent."""
+        self.used.add(key)
+        return self.number(key) if key in self.data else None
+
+    def optional_points(self, key: str) -> tuple[tuple[float, float], ...] | None:
+        """A list of pairs of numbers, or None if the key is absent."""
+        self.used.add(key)
+        return self.points(key) if key in self.data else None
+
     def curves(self) -> tuple[tuple[str, tuple[tuple[float, float], ...]], ...]:
         """All entries of this table, each a list of pairs of numbers."""
         return tuple((key, self.points(key)) for key in self.data)

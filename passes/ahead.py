@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from stpart_compiler.cost_models.communication import LinkCost
-from stpart_compiler.cost_models.compute import computed, flops
+from stpart_compiler.cost_models.compute import arithmetic_seconds, computed, flops
 from stpart_compiler.ir.layout import Atom, Layout, form, replicated
 from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.passes.order import is_heavy, views_of
@@ -109,8 +109,7 @@ class Ahead:
 
 def _times(graph: Annotated, op: OpNode, cost: LinkCost) -> tuple[Picoseconds, Picoseconds]:
     """Of a heavy op whose work all ranks share, and of gathering the parameters that it reads."""
-    device = cost.cluster.device
-    compute = device.matmul_seconds(_work(op.call) / cost.mesh.world_size, op.call.operands[0].dtype)
+    compute = arithmetic_seconds(op.call, _work(op.call) / cost.mesh.world_size, cost.cluster.device)
     own = _parameters(graph)
     read = sum(graph.values[key].numel * graph.values[key].dtype.itemsize for key in op.operands if key[0] in own)
     return round(1e12 * compute), round(1e12 * read * _gathering(cost))

@@ -3,10 +3,10 @@
 Symbols: b batch (dim 0 of the inputs), s their other dims but the last of numbers, h the size that most dims of
 parameters have, n_k another loop dim (k as in the strategy's text); p ranks of the mesh axis (p_r, p_c where several
 are wide), q blocks of a dim cut in time alone; e bytes of an element; F peak FLOP/s of a rank, eta the share of it that
-is reached, W bytes/s of its memory, l seconds to launch an op; B bytes/s of its link each way, L latency of a message;
-R seconds of a re-layout inside of a region. Of several values under one name all but the first have a number behind
-(e2). Blocks are written n/p where the sizes at hand divide, else with a ceiling. Where the cost model takes the larger
-of two, the one that is larger here is shown.
+is reached, W bytes/s of its memory, sigma the share of it where that depends on the size, l seconds to launch an op; B
+bytes/s of its link each way, L latency of a message; R seconds of a re-layout inside of a region. Of several values
+under one name all but the first have a number behind (e2). Blocks are written n/p where the sizes at hand divide, else
+with a ceiling. Where the cost model takes the larger of two, the one that is larger here is shown.
 """
 
 from __future__ import annotations
@@ -289,9 +289,14 @@ class _TracedDevice(Device):
         assert self.symbols is not None
         return self.symbols.named("F", super().peak(dtype.dtype))
 
-    def efficiency(self, flops: Any) -> Any:
+    def efficiency(self, flops: Any, attention: bool = False) -> Any:
         assert self.symbols is not None
-        return self.symbols.named("eta", super().efficiency(float(flops)))
+        return self.symbols.named("eta", super().efficiency(float(flops), attention))
+
+    def streaming(self, nbytes: Any) -> Any:
+        assert self.symbols is not None
+        share = super().streaming(float(nbytes))
+        return share if share == 1.0 else self.symbols.named("sigma", share)
 
 
 def _traced(cluster: Cluster, symbols: Symbols) -> Cluster:

@@ -8,9 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 import sympy as sp
-import torch
 
-from stpart_compiler.cost_models.compute import flops, is_causal
+from stpart_compiler.cost_models.compute import arithmetic_seconds, flops, is_causal
 from stpart_compiler.ir.overlap import Expr, StepCost
 from stpart_compiler.ir.rule import OpRule, TensorMap, block_shape
 from stpart_compiler.ir.spacetime import MOVE, Derived, Port, Strategy, factor_atom
@@ -38,7 +37,7 @@ def step_costs(op: OpNode, strategy: Strategy, derived: Derived, costs: Costs) -
 def _step_cost(op: OpNode, strategy: Strategy, derived: Derived, costs: Costs) -> StepCost | None:
     moving = _moving(op, derived)
     largest = costs.extents(op, strategy)
-    work = [(n, costs.cluster.device.matmul_seconds(n, dtype)) for n, dtype in _products(op.call, op.rule, largest)]
+    work = [(n, arithmetic_seconds(call, n, costs.cluster.device)) for n, call in _products(op.call, op.rule, largest)]
     seconds = sum(second for _, second in work)
     if strategy.steps == 1 or not moving or not seconds:
         return None
@@ -65,8 +64,8 @@ def _moving(op: OpNode, derived: Derived) -> list[tuple[TensorMap, int, Port]]:
     return [(x, info.dtype.itemsize, port) for x, info, port in ports if port.motion == MOVE and info is not None]
 
 
-def _products(call: OpCall, rule: OpRule, extents: Sequence[Any]) -> Iterator[tuple[Any, torch.dtype]]:
-    """FLOPs of each product of a block, of which a causal mask hides half on average, and the type it is made in."""
+def _products(call: OpCall, rule: OpRule, extents: Sequence[Any]) -> Iterator[tuple[Any, OpCall]]:
+    """FLOPs of each product of a block, of which a causal mask hides half on average, and the call that makes it."""
     if isinstance(call.target, Region):
         for inner in call.target.body:
             yield from _products(inner.call, inner.rule, [extents[f] for f in inner.factors])
@@ -74,7 +73,7 @@ def _products(call: OpCall, rule: OpRule, extents: Sequence[Any]) -> Iterator[tu
     ins, outs = ([block_shape(tensor, extents) for tensor in maps] for maps in (rule.inputs, rule.outputs))
     n = flops(call, ins, outs)
     if n:
-        yield n / 2 if is_causal(call) else n, call.operands[0].dtype
+        yield n / 2 if is_causal(call) else n, call
 
 
 class _Names:

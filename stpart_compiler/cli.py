@@ -251,9 +251,9 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    """In place under torchrun or with one rank, else on local ranks."""
+    """In place under torchrun, else on local ranks."""
     _check_writable(options.output)
-    if "RANK" in os.environ or options.ranks == 1:
+    if "RANK" in os.environ:
         calibrate_here(options.output)
     else:
         launch(options.ranks, "stpart_compiler.runtime.calibrate", str(options.output), CALIBRATE_LIMIT_S)

@@ -30,6 +30,10 @@ from stpart_compiler.runtime.rank_module import RankModule
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """Global (args, kwargs) of one step."""
 
+RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}
+"""Ranks share the cores: one thread each. glibc keeps what a step frees for the next one, as allocators of GPUs do:
+memory from the system comes a page at a time, at a tenth of the speed at which it is filled."""
+
 _GRACE_S = 15.0  # for torchrun to end its ranks after it was told to stop
 
 
@@ -105,8 +109,8 @@ def launch(world_size: int, module: str, argument: str, limit_s: float) -> None:
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     command = [*torchrun, "-m", module, argument]
-    # The ranks share the cores: one thread each. What this process has buffered comes before what they print.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | RANK_ENVIRONMENT
+    # What this process has buffered comes before what they print.
     sys.stdout.flush()
     process = subprocess.Popen(command, env=environment)
     try:

@@ -3,12 +3,15 @@
 import sys
 from pathlib import Path
 
-from stpart_compiler.runtime import calibrate
+from stpart_compiler.runtime import bench, calibrate
 
 calibrate.DTYPES = ("float32",)
-calibrate.SIZES = {"cpu": (16, 32)}
-calibrate.MESSAGE_BYTES = (2**8, 2**12)
-calibrate.REPEATS, calibrate.SECONDS = 1, 0.0
+bench.SIZES = {"cpu": (16, 32)}
+bench.STREAM_BYTES = {"cpu": (2**12, 2**16)}
+bench.ATTENTION_ROWS = {"cpu": (16, 32)}
+bench.POOL_BYTES = {"cpu": 2**16}
+bench.MESSAGE_BYTES = (2**8, 2**12)
+bench.SAMPLES, bench.SAMPLE_S = 1, 0.0
 
 if __name__ == "__main__":
     calibrate.calibrate_here(Path(sys.argv[1]))

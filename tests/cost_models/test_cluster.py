@@ -65,7 +65,8 @@ def test_preset_loads_under_its_own_name(name):
     sizes = (4, 8) if cluster.max_ranks in (None, 32) else (cluster.max_ranks,)
     mesh = Mesh(("x", "y")[: len(sizes)], sizes)
     assert cluster.link_for(mesh.axes, mesh).bandwidth == min(link.bandwidth for _, link in cluster.levels)
-    assert {name for name, _ in cluster.sources} == set(SOURCED)
+    not_told = {"attention_efficiency", "memory_efficiency", "transcendental_rate"}  # vendors do not state these
+    assert {name for name, _ in cluster.sources} == set(SOURCED) - not_told
 
 
 def test_none_gives_the_generic_preset_of_the_device_type():
@@ -186,6 +187,28 @@ def test_efficiency_meets_its_points_and_is_constant_beyond():
     assert device.efficiency(0) == device.efficiency(1e6) == 0.1
     assert device.efficiency(1e7) == pytest.approx(0.2)  # half-way in both logarithms
     assert device.efficiency(1e8) == device.efficiency(1e12) == 0.4
+
+
+def test_attention_and_memory_have_curves_of_their_own():
+    device = replace(DEVICE, matmul_efficiency=((1.0, 0.5),), memory_efficiency=((1e3, 1.0), (1e5, 0.25)))
+    assert device.matmul_seconds(1e12, torch.float32) == device.matmul_seconds(1e12, torch.float32, True) == 2.0
+    other = replace(device, attention_efficiency=((1.0, 0.25),))
+    assert other.matmul_seconds(1e12, torch.float32, True) == 4.0
+    assert device.memory_seconds(1e11) == pytest.approx(4.0) and device.memory_seconds(0) == 0.0
+    assert device.memory_seconds(1e4) == pytest.approx(1e4 / 1e11 / 0.5)  # half-way in both logarithms
+
+
+def test_curves_of_one_op_are_read_and_written():
+    own = "matmul_efficiency = [[1e6, 0.5], [1e9, 0.9]]\n"
+    extra = "attention_efficiency = [[1e6, 0.25]]\nmemory_efficiency = [[1e5, 0.5]]\ntranscendental_rate = 1e9\n"
+    found = parse_cluster(GOOD.replace(own, own + extra), "mine.toml")
+    device = found.device
+    assert (device.attention_efficiency, device.memory_efficiency) == (((1e6, 0.25),), ((1e5, 0.5),))
+    assert device.transcendental_rate == 1e9 and parse_cluster(to_toml(found), "mine.toml") == found
+    with pytest.raises(ValueError, match="transcendental_rate is -1.0; expected elements/s >= 0"):
+        replace(DEVICE, transcendental_rate=-1.0)
+    with pytest.raises(ValueError, match="memory_efficiency: from 1.0 to 4.0 bytes the time would fall"):
+        replace(DEVICE, memory_efficiency=((1.0, 0.1), (4.0, 1.0)))
 
 
 @pytest.mark.parametrize("name", presets())

@@ -125,6 +125,18 @@ def test_results_that_are_no_tensors_and_empty_blocks():
     assert op_seconds(op, [shape, (8, 8)], outs, CLUSTER) == pytest.approx(4 * 64 / 1e11 + 1e-6)
 
 
+def test_exp_takes_as_long_as_its_elements_where_memory_is_faster():
+    shape = (1000, 1000)
+    device = replace(DEVICE, transcendental_rate=1e6)
+    one = CLUSTER.device.launch_overhead
+    for op in (aten.exp.default, aten.exp_.default, aten.logsumexp.default):
+        of_op = call(op, [shape], [shape])
+        assert op_seconds(of_op, [shape], [shape], replace(CLUSTER, device=device)) == pytest.approx(1.0 + one)
+        assert op_seconds(of_op, [shape], [shape], CLUSTER) == pytest.approx(8e6 / 1e11 + one)
+    plain = call(aten.neg.default, [shape], [shape])
+    assert op_seconds(plain, [shape], [shape], replace(CLUSTER, device=device)) == pytest.approx(8e6 / 1e11 + one)
+
+
 sizes = st.lists(st.integers(1, 4096), min_size=3, max_size=3)
 
 

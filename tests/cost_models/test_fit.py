@@ -14,6 +14,8 @@ from stpart_compiler.cost_models.fit import (
     fit_curve,
     fit_efficiency,
     fit_link,
+    fit_peak,
+    fit_shares,
     residuals,
     rounded,
     rounded_curve,
@@ -84,6 +86,13 @@ def test_a_curve_has_the_best_rate_as_its_peak_and_time_never_falls():
     assert curve == ((1e6, pytest.approx(0.06)), (1e7, pytest.approx(0.1)), (1e8, pytest.approx(1.0)))
     device = replace(load_cluster(None).device, matmul_efficiency=curve)
     assert device.efficiency(1e8) == pytest.approx(1.0)
+
+
+def test_other_ops_are_fitted_against_a_peak_or_a_curve_that_is_known():
+    assert fit_shares([(1e6, 1e-3), (1e8, 1e-3)], 1e10) == ((1e6, pytest.approx(0.1)), (1e8, pytest.approx(1.0)))
+    curve = ((1e6, 0.1), (1e8, 1.0))
+    times = [(1e6, 1e6 / 5e9 / 0.1), (1e8, 1e8 / 5e9), (1e7, 1.0)]  # the last one is an outlier
+    assert fit_peak(times, curve) == pytest.approx(5e9)
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-7, 10.0)), min_size=1, unique_by=lambda x: x[0]))
