@@ -5,9 +5,9 @@ A transfer starts once both of its ends, or all members of its collective, have 
 ranks until they wait for it, but for what it takes from the compute beside it (`Hidden`): if all, they wait for its
 end at once, as where compute and transfers have one queue. A collective goes by the algorithm that is cheapest for its
 group alone, phase by phase; in each, a member sends to the next one of a ring, in an all-to-all to all others. What it
-does not reach of a link's bandwidth is sent as so many more bytes. On accelerators, whose collective library keeps one
-queue per group of ranks, a rank's exchanges of one channel follow one another, and so do its collectives in one group
-of one channel. Backward starts on a rank when its forward is done.
+does not reach of a link's bandwidth is sent as so many more bytes. A rank's collectives in one group of one channel
+follow one another, and on accelerators, whose library keeps one queue per group of ranks, its exchanges of one channel
+too. Backward starts on a rank when its forward is done.
 
 The same programs on the same cluster always give the same times.
 """
@@ -166,7 +166,7 @@ class _Simulation:
         self.cost = InstructionCost(cluster)
         self.clock = Clock()
         self.network = Network(cluster, self.clock)
-        self.queued = cluster.device.type != "cpu"
+        self.in_streams = cluster.device.type != "cpu"
         self.ranks = [
             _Rank(number, tuple(phases), [self.cost.of(phase.program) for phase in phases], starts=[[] for _ in phases])
             for number, phases in enumerate(steps)
@@ -267,13 +267,17 @@ class _Simulation:
             self.clock.at(rank.clock, self._enqueue, operation)
 
     def _enqueue(self, now: float, operation: _Operation) -> None:
-        if not self.queued:
+        if not self._queued(operation):
             self._begin(now, operation)
             return
         queue = self.queues.setdefault(_queue_of(operation), deque())
         queue.append(operation)
         if len(queue) == 1:
             self._begin(now, operation)
+
+    def _queued(self, operation: _Operation) -> bool:
+        """Whether it waits for the one before it: in NCCL's streams, and collectives for the threads of a gloo group."""
+        return self.in_streams or operation.instr.kind == "collective"
 
     def _begin(self, now: float, operation: _Operation) -> None:
         if operation.instr.kind == "collective":
@@ -360,7 +364,7 @@ class _Simulation:
         """An end is done: its rank may go on, and the next operation of its queue may begin."""
         end.done_at = now
         operation.left -= 1
-        if self.queued and not operation.left:
+        if not operation.left and self._queued(operation):
             queue = self.queues[_queue_of(operation)]
             queue.popleft()
             if queue:

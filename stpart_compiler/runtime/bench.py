@@ -152,9 +152,9 @@ class Bench:
         return self.seconds(add)
 
     def launch(self) -> float:
-        """Seconds of an op on next to nothing."""
+        """Seconds of an op on next to nothing, of some after a product."""
         tiny = torch.zeros(8, device=self.device)
-        return self.seconds(lambda: torch.add(tiny, 1.0))
+        return self.between(lambda: [torch.add(tiny, 1.0) for _ in range(20)]) / 20
 
     def transcendentals(self) -> float:
         """Elements/s of exp."""
