@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from stpart_compiler.cost_models.cluster import Cluster, Link, groups_along
 from stpart_compiler.cost_models.collectives import (
@@ -188,6 +189,13 @@ class LinkCost:
 
     def __post_init__(self) -> None:
         self.cluster.check_mesh(self.mesh)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.cluster, self.mesh))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def link(self, axes: tuple[str, ...], ring: int = 1) -> Link:
         """Slowest link that the axes cross, as one of the rings of so many ranks sees it that lie along them.

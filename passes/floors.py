@@ -23,7 +23,7 @@ from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.placement import Cuts, Tables, is_windowed, tables
 from stpart_compiler.passes.overlap import Beside
 from stpart_compiler.passes.space import Costs, Space
-from stpart_compiler.passes.uses import HIDDEN_SHARE, Prices, Use
+from stpart_compiler.passes.uses import Prices, Use
 
 Array = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
@@ -45,9 +45,7 @@ class FloorPrices(Prices):
         transfer = floor_seconds(self.space.costs, sources, targets, itemsize)
         local = repackings(self.space.costs, sources, targets, itemsize) * (transfer > 0)
         most = np.minimum.outer(hidden.sources, hidden.targets)
-        exposed = transfer - self.space.costs.cluster.hidden.collectives * np.minimum(transfer, most)
-        mean = hidden.share * np.maximum(HIDDEN_SHARE * transfer, exposed) + (1 - hidden.share) * transfer
-        prices = np.floor((mean + local) * 1e9).astype(np.int64)
+        prices = np.floor((self.exposed(transfer, most, hidden.share) + local) * 1e9).astype(np.int64)
         numbers: dict[Layout, int] = {}
         same = [[numbers.setdefault(layout, len(numbers)) for layout in side] for side in (sources, targets)]
         found: list[list[int]] = np.maximum(prices, np.not_equal.outer(*same)).tolist()

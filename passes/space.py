@@ -11,11 +11,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from stpart_compiler.cost_models.cluster import Cluster
 from stpart_compiler.cost_models.communication import LinkCost, temporal_seconds
 from stpart_compiler.cost_models.compute import ALL, Computed, combining_seconds, copy_seconds, op_seconds
-from stpart_compiler.ir.layout import Digit, Layout, form, max_local_numel, replicated, shard
+from stpart_compiler.ir.layout import Atom, Digit, Layout, form, max_local_numel, replicated, shard
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.ir.rule import SUM, TensorMap, block_shape
@@ -43,6 +47,18 @@ LARGE_IN_LATENCIES = 20.0
 Allow = Callable[[OpNode, Strategy, Mesh], bool]
 
 
+Array = npt.NDArray[np.float64]
+
+
+class _Lying(NamedTuple):
+    """A layout: its number, that of what lies inside of its outermost dim, and the elements of its largest block."""
+
+    layout: Layout
+    number: int
+    inner: int
+    numel: int
+
+
 @dataclass(frozen=True)
 class Costs:
     """Prices on one cluster and mesh, in seconds."""
@@ -60,27 +76,52 @@ class Costs:
 
     def priced(self, source: Layout, target: Layout, itemsize: int) -> tuple[float, float]:
         """Seconds of the transfers of a re-layout, and of the local copies beside them."""
-        if source is target:
-            return 0.0, 0.0
-        key = (source, target, itemsize)
-        if key not in self.known:
-            seconds = redistribution_cost(source, target, self.mesh, itemsize, self.link) if source != target else 0.0
-            self.known[key] = seconds, self._repacking(source, target, itemsize) if seconds else 0.0
-        return self.known[key]
+        return self._between(self._lying(source), self._lying(target), itemsize)
 
-    def _repacking(self, source: Layout, target: Layout, itemsize: int) -> float:
-        """Seconds of local copies in a re-layout with transfers, which nothing hides.
+    def table(self, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: int) -> Array:
+        """[source, target] -> seconds as in `priced`."""
+        rows, columns = ([self._lying(layout) for layout in side] for side in (sources, targets))
+        return np.array([[self._between(a, b, itemsize) for b in columns] for a in rows])
 
-        Blocks that differ in their outermost dim alone, or not at all, are sent and received where they are.
+    def _between(self, source: _Lying, target: _Lying, itemsize: int) -> tuple[float, float]:
+        key = (source.number, target.number, itemsize)
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = self._priced(source, target, itemsize)
+        return found
+
+    def _priced(self, source: _Lying, target: _Lying, itemsize: int) -> tuple[float, float]:
+        """Local copies: blocks that differ in their outermost dim alone, or not at all, are sent where they are.
+
+        Nothing hides the others.
         """
-        one, two = ([atom for dim in layout.dims for atom in dim if atom.size > 1] for layout in (source, target))
-        if one[1:] == two[1:]:
-            return 0.0
-        return copy_seconds(max(max_local_numel(source), max_local_numel(target)) * itemsize, self.cluster)
+        if source.number == target.number:
+            return 0.0, 0.0
+        seconds = redistribution_cost(source.layout, target.layout, self.mesh, itemsize, self.link)
+        if not seconds or source.inner == target.inner:
+            return seconds, 0.0
+        return seconds, copy_seconds(max(source.numel, target.numel) * itemsize, self.cluster)
+
+    def _lying(self, layout: Layout) -> _Lying:
+        found = self.lying.get(layout)
+        if found is None:
+            atoms = tuple(atom for dim in layout.dims for atom in dim if atom.size > 1)
+            number = self.inner.setdefault(atoms[1:], len(self.inner))
+            found = self.lying[layout] = _Lying(layout, len(self.lying), number, max_local_numel(layout))
+        return found
+
+    # Prices asked for before, as identical tensors are common, and what is known of layouts:
 
     @cached_property
-    def known(self) -> dict[tuple[Layout, Layout, int], tuple[float, float]]:
-        """Prices asked for before: identical tensors are common."""
+    def known(self) -> dict[tuple[int, int, int], tuple[float, float]]:
+        return {}
+
+    @cached_property
+    def lying(self) -> dict[Layout, _Lying]:
+        return {}
+
+    @cached_property
+    def inner(self) -> dict[tuple[Atom, ...], int]:
         return {}
 
     def op(self, op: OpNode, strategy: Strategy, derived: Derived) -> tuple[float, int]:

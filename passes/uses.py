@@ -13,7 +13,7 @@ from stpart_compiler.ir.redistribute import redistribute
 from stpart_compiler.ir.spacetime import Port, Slices
 from stpart_compiler.passes.overlap import Beside, Overlap
 from stpart_compiler.passes.quotient import Edge, Producer
-from stpart_compiler.passes.space import Space, needs_of, ports_of
+from stpart_compiler.passes.space import Array, Space, needs_of, ports_of
 
 HIDDEN_SHARE = 0.02
 """Part of a transfer that is paid for though compute hides it: of two plans equally fast, the one that sends less."""
@@ -146,16 +146,20 @@ class Prices:
 
     def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: Beside) -> list[list[int]]:
         """Prices of all pairs, with `hidden` seconds of compute beside them."""
-        return [
-            [self._ns(*self.space.costs.priced(a, b, itemsize), hidden, (i, j)) for j, b in enumerate(targets)]
-            for i, a in enumerate(sources)
-        ]
+        transfer, local = np.moveaxis(self.space.costs.table(sources, targets, itemsize), -1, 0)
+        mean = self.exposed(transfer, np.minimum.outer(hidden.sources, hidden.targets), hidden.share)
+        found: list[list[int]] = np.rint((mean + local) * 1e9).astype(np.int64).tolist()
+        return found
+
+    def exposed(self, transfer: Array, most: Array, share: float) -> Array:
+        """Seconds, on average, of what compute does not hide of transfers. `most`: of compute beside each of them."""
+        shown = transfer - self.space.costs.cluster.hidden.collectives * np.minimum(transfer, most)
+        return share * np.maximum(HIDDEN_SHARE * transfer, shown) + (1 - share) * transfer
 
     def _ns(self, transfer: float, local: float, hidden: Beside, at: Pair) -> int:
         """Nanoseconds, on average, of what compute does not hide of a transfer, and of the copies that it needs."""
-        exposed = transfer - self.space.costs.cluster.hidden.collectives * min(transfer, hidden.largest(*at))
-        mean = hidden.share * max(HIDDEN_SHARE * transfer, exposed) + (1 - hidden.share) * transfer
-        return round((mean + local) * 1e9)
+        mean = self.exposed(np.array(transfer), np.array(hidden.largest(*at)), hidden.share)
+        return round((float(mean) + local) * 1e9)
 
     def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: Beside) -> list[list[int]]:
         """The prices where some re-layouts are made of those of slices: the same bytes in more messages."""

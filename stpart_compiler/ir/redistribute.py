@@ -137,12 +137,19 @@ def redistribution_cost(
     pair = table.pair(source, target)
     if pair is None or _combine_differently(source, target):
         return _detour_cost(source, target, mesh, itemsize, cost)
-    price = cost or PlainCost()
     pattern, scale, _ = _pattern(table, pair)
-    seconds, path = _cheapest(table, pattern, scale, price)
+    key = (pattern, scale, itemsize, cost)
+    seconds: float | None = table.prices.get(key)
+    if seconds is None:
+        seconds = table.prices[key] = _pattern_cost(table, pattern, scale, itemsize, cost or PlainCost())
+    return seconds
+
+
+def _pattern_cost(table: Tables, pattern: _Pattern, scale: int, itemsize: int, cost: StepCost) -> float:
+    seconds, path = _cheapest(table, pattern, scale, cost)
     if itemsize == PLAN_ITEMSIZE or not seconds:
         return seconds
-    return _seconds(path.charges, scale * itemsize, price)
+    return _seconds(path.charges, scale * itemsize, cost)
 
 
 def _detour_cost(source: Layout, target: Layout, mesh: Mesh, itemsize: int, cost: StepCost | None) -> float:
