@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import statistics
 import sys
@@ -133,8 +134,10 @@ def print_errors(what: str, ratios: list[float]) -> None:
 
 
 def rank_correlation(left: list[float], right: list[float]) -> float:
-    """Spearman's, of numbers none of which are equal."""
-    ranks = [[sorted(values).index(value) for value in values] for values in (left, right)]
+    """Spearman's; no number where all on one side are equal."""
+    if len(set(left)) == 1 or len(set(right)) == 1:
+        return math.nan
+    ranks = [[sum(x < y for x in side) + (side.count(y) - 1) / 2 for y in side] for side in (left, right)]
     return statistics.correlation(*ranks)
 
 

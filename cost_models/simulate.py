@@ -276,7 +276,7 @@ class _Simulation:
             self._begin(now, operation)
 
     def _queued(self, operation: _Operation) -> bool:
-        """Whether it waits for the one before it: in NCCL's streams, and collectives for the threads of a gloo group."""
+        """Whether it waits for the one before it: in NCCL's streams, and collectives for threads of a gloo group."""
         return self.in_streams or operation.instr.kind == "collective"
 
     def _begin(self, now: float, operation: _Operation) -> None:
