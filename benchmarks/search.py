@@ -71,6 +71,8 @@ SIZES: dict[str, tuple[str, int, int, dict[str, Any]]] = {  # config class, batc
 }
 
 WITHIN = 0.05
+PLENTY = 64
+"""Memory of a rank is so many times what it has: the search alone is measured."""
 
 
 @without_gc()
@@ -114,14 +116,15 @@ def measure(name: str, mesh_text: str, layers: int, limit_s: float, trace: bool)
         if "ms" in words:
             plans.append((now, float(words[words.index("ms") - 1]) / 1e3))
 
-    makers = [MakePlan(Costs(cluster, grid), options, cluster.device.memory * 64) for grid in grids]
+    limit = cluster.device.memory * PLENTY
+    makers = [MakePlan(Costs(cluster, grid), options, limit) for grid in grids]
     looked = [maker.screened(graph, note) for maker in makers] if len(makers) > 1 else []
-    chosen = makers[promising(looked, options.gap)[0] if looked else 0]
+    chosen = makers[promising(looked, options.gap, limit)[0] if looked else 0]
     plan = chosen.apply(graph, note)
     plan.bound_seconds = min(plan.bound_seconds, *(each.lower for each in looked), plan.seconds)
     plans.append((time.perf_counter() - start, plan.seconds))
     if fine is not None:
-        plan = RefinePlan(Costs(cluster, fine), options, cluster.device.memory * 64).apply(graph, plan, note)
+        plan = RefinePlan(Costs(cluster, fine), options, limit).apply(graph, plan, note)
     near = [at for at, seconds in plans if seconds * (1 - WITHIN) <= plan.bound_seconds]
     best = min(plan.yardsticks, key=lambda key: plan.yardsticks[key])
     return {

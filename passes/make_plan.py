@@ -49,10 +49,6 @@ class Screened:
     seconds: float
     nbytes: Callable[[], int]
 
-    def beats(self, seconds: float, gap: float, limit: int) -> bool:
-        """Whether the plan that was found is faster by more than the relative `gap` and fits in `limit` bytes."""
-        return self.seconds < (1 - gap) * seconds and self.nbytes() <= limit
-
 
 UNKNOWN = Screened(float("inf"), 0.0, lambda: 0)
 """Of a mesh that was not looked at: it may beat any plan, and its bound is that of its own plan."""
@@ -60,12 +56,16 @@ UNKNOWN = Screened(float("inf"), 0.0, lambda: 0)
 
 @dataclass
 class Known:
-    """What does not depend on the memory limit, or still holds under a lower one: the whole space, and yardsticks."""
+    """What does not depend on the memory limit, or still holds under a lower one: the whole space, and yardsticks.
+
+    `priced`: the yardsticks of the last plan.
+    """
 
     whole: tuple[Space, Problem] | None = None
     sets: Sets = field(default_factory=Sets)
     yardsticks: dict[str, Found] | None = None
     spatial: dict[str, Found] | None = None
+    priced: dict[str, Found] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,12 @@ class MakePlan:
         space, problem = self._known_whole(graph)
         hint = self._hint(problem, yardsticks)
         space, problem, solution = self._solved(space, problem, hint, progress, self.known.sets)
-        if is_short:
-            yardsticks = self._short_yardsticks(graph, problem.again, progress)
-        elif self.options.yardsticks:
+        if is_short and self.options.yardsticks:
+            yardsticks = self._priced(graph, self._applicable(graph), self.options.marked(graph), progress)
+        if self.options.yardsticks:
             yardsticks |= self._priced_again(graph, yardsticks, problem.again, progress)
         yardsticks |= self._spatial(graph, progress)
+        self.known.priced = yardsticks
         prices = {name: found[2].seconds for name, found in yardsticks.items()}
         best = min(yardsticks.values(), key=lambda found: found[2].seconds, default=None)
         if best is not None and best[2].seconds < solution.seconds:
@@ -110,6 +111,10 @@ class MakePlan:
         if SPATIAL_ONLY in prices and _is_spatial(space, solution.choice):
             prices[SPATIAL_ONLY] = min(prices[SPATIAL_ONLY], solution.seconds)
         return written_plan(graph, space, problem, solution, None, prices, self.options)
+
+    def yardstick(self, graph: Annotated, name: str) -> Plan:
+        """The plan of a yardstick that was priced for the last plan of this graph."""
+        return written_plan(graph, *self.known.priced[name], None, {}, self.options)
 
     def _is_short(self) -> bool:
         """Whether what is cheapest is known not to fit."""
@@ -123,15 +128,6 @@ class MakePlan:
             self.known.yardsticks = self._priced(graph, templates, self.options.marked(graph), progress)
         fitting = {name: found for name, found in self.known.yardsticks.items() if self._fits(found)}
         return fitting | self._spatial(graph, progress)
-
-    def _short_yardsticks(self, graph: Annotated, again: frozenset[str], progress: Progress) -> dict[str, Found]:
-        """Templates that fit with so much run again, or the faster one of with that and without."""
-        templates = self._applicable(graph) if self.options.yardsticks else []
-        found = self._priced(graph, templates, again, progress)
-        fitting = [chosen for chosen in templates if chosen.name in found]
-        for name, other in self._priced(graph, fitting, self.options.marked(graph), lambda text: None).items():
-            found[name] = min(found[name], other, key=lambda one: one[2].seconds)
-        return found
 
     def _spatial(self, graph: Annotated, progress: Progress) -> dict[str, Found]:
         """The best plan without temporal maps, if it is asked for and fits; solved once per graph."""
@@ -232,9 +228,21 @@ class MakePlan:
     def _priced_again(
         self, graph: Annotated, found: dict[str, Found], again: frozenset[str], progress: Progress
     ) -> dict[str, Found]:
-        """Of the templates that did not fit those that do where so much more is run again."""
-        others = [chosen for chosen in self._applicable(graph) if chosen.name not in found]
-        return self._priced(graph, others, again, progress) if again != self.options.marked(graph) else {}
+        """Templates where so much more is run again: of those that did not fit, or that memory made slower, what is
+        faster than before."""
+        if again == self.options.marked(graph):
+            return {}
+        strained = [
+            chosen
+            for chosen in self._applicable(graph)
+            if chosen.name not in found or found[chosen.name][2].memory_binds
+        ]
+        priced = self._priced(graph, strained, again, progress)
+        return {
+            name: other
+            for name, other in priced.items()
+            if name not in found or other[2].seconds < found[name][2].seconds
+        }
 
     def _spatial_only(self, space: Space, progress: Progress) -> dict[str, Found]:
         """The best plan found in the part of the space without temporal maps, if one fits."""

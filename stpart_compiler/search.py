@@ -20,6 +20,7 @@ from stpart_compiler.passes.refine import RefinePlan
 from stpart_compiler.passes.regions import REGIONS
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import Costs
+from stpart_compiler.rivals import SOLVED, fastest, priced_alike
 
 MEMORY_ROUNDS = 5
 """How often the solver's memory estimate is corrected by the exact one of the generated programs."""
@@ -119,6 +120,32 @@ class Search:
         self.say(f"looking at mesh {self.costs.mesh}")
         return self._look(Form(False, None), self.say)
 
+    def within_limit(self, look: Screened) -> Screened:
+        """A look at this mesh, where its plan does not fit with the least that one within the memory limit takes."""
+        if look.nbytes() <= self.limit:
+            return look
+        self.say(f"memory is short: looking at mesh {self.costs.mesh}")
+        least = min(self._lower_within(form) for form in self._forms())
+        return dataclasses.replace(look, lower=least, seconds=least)
+
+    def _lower_within(self, form: Form) -> float:
+        """Seconds that no plan of a form within the memory limit beats."""
+        look = self._look(form)
+        if look.nbytes() <= self.limit:
+            return look.lower
+        self.say(f"looking at {form}")
+        return max(look.lower, self._maker(form).lower_within(self._graph(form)))
+
+    def _forms(self) -> list[Form]:
+        """All ways to write the step."""
+        ways = (False, True) if self.pieces is not None else (False,)
+        return [
+            Form(in_pieces, regions)
+            for in_pieces in ways
+            for regions in (None, *REGIONS)
+            if regions is None or self._graphs(in_pieces).fused(regions) is not None
+        ]
+
     def _look(self, form: Form, say: Progress = lambda text: None) -> Screened:
         return self._maker(form).screened(self._graph(form), say)
 
@@ -156,7 +183,7 @@ class Search:
     def _fitting(self) -> tuple[Plan, Programs]:
         if self.template is not None:
             return self._of_template(self.template)
-        return self._refined(*self._solved())
+        return self._fastest(*self._refined(*self._solved()))
 
     def _of_template(self, template: str) -> tuple[Plan, Programs]:
         tried = Tried(self.options.gap)
@@ -205,11 +232,9 @@ class Search:
             return any(form.regions == other.regions for other in tried.short)
         if form.in_pieces and not best.in_pieces and self._needs_stripes(tried.found[best][0]):
             return True
-        look = self._look(form)
-        lower = look.lower
-        if not tried.cannot_gain(lower) and look.nbytes() > self.limit:
-            self.say(f"looking at {form}")
-            lower = max(lower, self._maker(form).lower_within(self._graph(form)))
+        lower = self._look(form).lower
+        if not tried.cannot_gain(lower):
+            lower = self._lower_within(form)
         if not tried.cannot_gain(lower):
             return False
         tried.lower.append(lower)
@@ -243,6 +268,28 @@ class Search:
             self.say("the programs on the finer mesh do not fit in the memory limit")
             return dataclasses.replace(plan, bound_seconds=better.bound_seconds), programs
         return better, built
+
+    def _fastest(self, plan: Plan, programs: Programs) -> tuple[Plan, Programs]:
+        """The plan, or a yardstick priced almost like it that fits and is faster in simulation."""
+        found = [
+            (priced[2].seconds, name, form)
+            for form, maker in self.makers.items()
+            for name, priced in maker.known.priced.items()
+        ]
+        found.sort(key=lambda item: item[0], reverse=True)
+        where, prices = {name: form for _, name, form in found}, {name: seconds for seconds, name, _ in found}
+        made = {SOLVED: (plan, programs)}
+        for name in priced_alike(plan, prices):
+            other = self._maker(where[name]).yardstick(self._graph(where[name]), name)
+            if other.digest == plan.digest:
+                continue
+            self.say(f"{name} is priced almost like the plan: simulating both")
+            other.regions = where[name].regions
+            other.solver["memory_limit"] = self.limit
+            built = self._build(other)
+            if _record_memory(other, built, self.options) <= self.limit:
+                made[name] = other, built
+        return fastest(made, self.costs.cluster) if len(made) > 1 else (plan, programs)
 
     def _run(self, form: Form) -> tuple[Plan, Programs]:
         """Where the programs' exact peak is over the limit, solve again with less room.
@@ -301,20 +348,23 @@ class Search:
 
 
 def on_best_mesh(searches: list[Search], gap: float) -> tuple[Plan, Programs]:
-    """The plan on the mesh that promises most; on others too, where a plan is known there that fits and is faster by
-    more than the wanted gap. The plan says what each mesh would cost.
+    """The plan on the mesh that promises most; on others too, where they may be faster by more than the wanted gap. The
+    plan says what each mesh on which a plan may fit would cost, at least where that was not solved.
 
     Raises:
         InfeasibleError: on no mesh a plan fits.
     """
     if len(searches) == 1:
         return searches[0].run()
-    looked = [search.screened() for search in searches]
+    looked = dict(enumerate(search.screened() for search in searches))
     found: dict[int, tuple[Plan, Programs]] = {}
     short: list[InfeasibleError] = []
-    for i in promising(looked, gap):
-        if found and not looked[i].beats(min(plan.seconds for plan, _ in found.values()), gap, searches[i].limit):
-            continue
+    for i in promising([*looked.values()], gap, searches[0].limit):
+        if found:
+            looked[i] = searches[i].within_limit(looked[i])
+            if looked[i].seconds >= (1 - gap) * min(plan.seconds for plan, _ in found.values()):
+                continue
+        del looked[i]
         searches[i].say(f"mesh {searches[i].costs.mesh}")
         try:
             found[i] = searches[i].run()
@@ -323,20 +373,20 @@ def on_best_mesh(searches: list[Search], gap: float) -> tuple[Plan, Programs]:
     if not found:
         raise min(short, key=lambda error: error.least)
     plan, programs = cheapest(list(found.values()))
-    plan.bound_seconds = min(plan.bound_seconds, *(each.lower for each in looked))
-    plan.solver["meshes"] = {
-        str(search.costs.mesh): found[i][0].seconds if i in found else looked[i].seconds
-        for i, search in enumerate(searches)
-    }
+    plan.bound_seconds = min([plan.bound_seconds, *(each.lower for each in looked.values())])
+    seconds = {i: each.seconds for i, each in looked.items()} | {i: other.seconds for i, (other, _) in found.items()}
+    plan.solver["meshes"] = {str(searches[i].costs.mesh): seconds[i] for i in sorted(seconds)}
     return plan, programs
 
 
-def promising(looked: list[Screened], gap: float) -> list[int]:
+def promising(looked: list[Screened], gap: float, limit: int) -> list[int]:
     """Meshes in the order in which they are tried: fastest first, but the first one before all if none can be faster by
-    more than the gap."""
+    more than the gap. Where the fastest plan needs more than `limit` bytes, those whose plans fit come first."""
     order = sorted(range(len(looked)), key=lambda i: looked[i].seconds)
     if (1 - gap) * looked[0].seconds <= min(each.lower for each in looked):
         order.sort(key=bool)
+    if looked[order[0]].nbytes() > limit:
+        order.sort(key=lambda i: looked[i].nbytes() > limit)
     return order
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import stpart_compiler as st
 from stpart_compiler.cost_models.cluster import Device, Link
 from stpart_compiler.grids import over_hierarchy, within_host
 from stpart_compiler.passes.make_plan import Screened
-from stpart_compiler.search import promising
+from stpart_compiler.search import Search, on_best_mesh, promising
 
 FAST, SLOW = Link(1e-6, 1e10), Link(1e-4, 1e8)
 DEVICE = Device("slow", "cpu", (("float64", 1e9), ("float32", 1e9)), 2**34, 1e10)
@@ -55,7 +56,56 @@ def test_axes_inside_of_a_host(ranks: int, level: int | None, sizes: list[tuple[
     ids=["a mesh may be faster", "within 2 %", "the first is fastest"],
 )
 def test_the_mesh_that_promises_most_is_tried_first(looked: list[tuple[float, float]], order: list[int]) -> None:
-    assert promising([Screened(lower, seconds, lambda: 0) for lower, seconds in looked], 0.02) == order
+    assert promising([Screened(lower, seconds, lambda: 0) for lower, seconds in looked], 0.02, 1) == order
+
+
+def test_where_memory_is_short_meshes_whose_plans_fit_are_tried_first() -> None:
+    looked = [Screened(9.0, 9.0, lambda: 30), Screened(8.0, 8.0, lambda: 20), Screened(9.5, 9.5, lambda: 10)]
+    assert [promising(looked, 0.02, limit) for limit in (30, 20, 10, 5)] == [[1, 0, 2], [1, 0, 2], [2, 1, 0], [1, 0, 2]]
+
+
+class Stub:
+    """A search on a mesh that finds a plan of so many ms, if one fits. `within`: the bound within the memory limit."""
+
+    def __init__(self, name: str, free: float, nbytes: int, within: float, plan: float | None) -> None:
+        self.costs = SimpleNamespace(mesh=name)
+        self.look, self.plan, self.least = Screened(free, free, lambda: nbytes), plan, within
+        self.limit = 10
+        self.ran = False
+
+    def say(self, text: str) -> None:
+        pass
+
+    def screened(self) -> Screened:
+        return self.look
+
+    def within_limit(self, look: Screened) -> Screened:
+        return look if look.nbytes() <= self.limit else Screened(self.least, self.least, look.nbytes)
+
+    def run(self) -> tuple[Any, Any]:
+        self.ran = True
+        if self.plan is None:
+            raise st.InfeasibleError("does not fit", 20)
+        bound = min(self.plan, self.look.lower)
+        return SimpleNamespace(seconds=self.plan, bound_seconds=bound, solver={}, yardsticks={}), self.costs.mesh
+
+
+@pytest.mark.parametrize(
+    ("searches", "taken", "ran"),
+    [
+        ([("a", 8, 9, 8, 8.0), ("b", 9, 9, 9, 9.0)], "a", "a"),
+        ([("a", 8, 20, 8, None), ("b", 9, 20, 9, 12.0)], "b", "ab"),
+        ([("a", 8, 20, 8.5, 15.0), ("b", 9, 20, 9.5, 12.0)], "b", "ab"),
+        ([("a", 8, 20, 12.5, 15.0), ("b", 12, 9, 12, 12.0)], "b", "b"),
+        ([("a", 8, 20, 9.0, 10.0), ("b", 12, 9, 12, 12.0)], "a", "ab"),
+    ],
+    ids=["all fit", "only one fits", "slower once it fits", "ruled out by its bound", "faster though memory is short"],
+)
+def test_meshes_are_compared_under_the_memory_limit(searches: list[Any], taken: str, ran: str) -> None:
+    stubs = [Stub(*each) for each in searches]
+    plan, programs = on_best_mesh(cast("list[Search]", stubs), 0.02)
+    assert programs == taken and "".join(stub.costs.mesh for stub in stubs if stub.ran) == ran
+    assert plan.bound_seconds <= plan.seconds == min(plan.solver["meshes"].values())
 
 
 def compiled(mesh: Any, **options: Any) -> st.CompiledModel:

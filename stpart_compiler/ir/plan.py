@@ -196,6 +196,9 @@ class Plan:
         if len(meshes) > 1:
             tried = (f"{mesh} {seconds * 1e3:.3f} ms" for mesh, seconds in meshes.items())
             lines.append(f"  meshes tried: {', '.join(tried)}")
+        if simulated := self.solver.get("simulated"):
+            rivals = (f"{name} {seconds * 1e3:.3f} ms" for name, seconds in simulated.items())
+            lines.append(f"  priced alike and simulated, the fastest is this plan: {', '.join(rivals)}")
         if self.recompute:
             again = [row for row in self.rows if row.again]
             seconds = sum(row.count * row.seconds for row in again)
