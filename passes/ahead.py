@@ -111,7 +111,7 @@ def _times(graph: Annotated, op: OpNode, cost: LinkCost) -> tuple[Picoseconds, P
     """Of a heavy op whose work all ranks share, and of gathering the parameters that it reads."""
     device = cost.cluster.device
     compute = device.matmul_seconds(_work(op.call) / cost.mesh.world_size, op.call.operands[0].dtype)
-    own = _parameters(graph)
+    own = parameters(graph)
     read = sum(graph.values[key].numel * graph.values[key].dtype.itemsize for key in op.operands if key[0] in own)
     return round(1e12 * compute), round(1e12 * read * _gathering(cost))
 
@@ -126,7 +126,7 @@ def _work(call: OpCall) -> float:
 
 
 @lru_cache(maxsize=4)
-def _parameters(graph: Annotated) -> frozenset[str]:
+def parameters(graph: Annotated) -> frozenset[str]:
     """Names of parameters and of views of them."""
     keys = {key for key, info in graph.values.items() if info.kind == "param"}
     return views_of(graph, keys) | {name for name, _ in keys}
