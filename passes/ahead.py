@@ -110,7 +110,7 @@ class Ahead:
 def _times(graph: Annotated, op: OpNode, cost: LinkCost) -> tuple[Picoseconds, Picoseconds]:
     """Of a heavy op whose work all ranks share, and of gathering the parameters that it reads."""
     compute = arithmetic_seconds(op.call, _work(op.call) / cost.mesh.world_size, cost.cluster.device)
-    own = _parameters(graph)
+    own = parameters(graph)
     read = sum(graph.values[key].numel * graph.values[key].dtype.itemsize for key in op.operands if key[0] in own)
     return round(1e12 * compute), round(1e12 * read * _gathering(cost))
 
@@ -125,7 +125,7 @@ def _work(call: OpCall) -> float:
 
 
 @lru_cache(maxsize=4)
-def _parameters(graph: Annotated) -> frozenset[str]:
+def parameters(graph: Annotated) -> frozenset[str]:
     """Names of parameters and of views of them."""
     keys = {key for key, info in graph.values.items() if info.kind == "param"}
     return views_of(graph, keys) | {name for name, _ in keys}

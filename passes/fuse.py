@@ -22,13 +22,13 @@ from stpart_compiler.passes.scores import FindScores
 class FuseRegions:
     """annotated ops -> the captured step with each region as one op; None where there are no regions.
 
-    `kind`: one of REGIONS, each of which has those of the ones before.
+    `kinds`: some of KINDS.
     """
 
-    kind: str = "mlp"
+    kinds: frozenset[str]
 
     def apply(self, graph: Annotated) -> Captured | None:
-        return _fused(graph, FindRegions(graph, self.kind))
+        return _fused(graph, FindRegions(graph, self.kinds))
 
 
 @dataclass(frozen=True)

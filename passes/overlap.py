@@ -27,10 +27,11 @@ from stpart_compiler.cost_models.communication import LinkCost, exchange_seconds
 from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.spacetime import Port, Slices
-from stpart_compiler.passes.ahead import Ahead
+from stpart_compiler.passes.ahead import Ahead, parameters
 from stpart_compiler.passes.order import is_heavy, orders
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 from stpart_compiler.passes.quotient import Edge
+from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.space import Choices, Space, needs_of, ports_of
 
 
@@ -106,7 +107,17 @@ class Overlap:
         key = edge.producer, edge.consumer, edge.port
         if key not in self.known:
             self.known[key] = self._by_layout(op, edge)
-        return tuple(self.known[key][port.layout, port.slices] for port in ports)
+        part = self._part(op, edge)
+        return tuple(part * self.known[key][port.layout, port.slices] for port in ports)
+
+    def _part(self, op: OpNode, edge: Edge) -> float:
+        """Of what an op hides the part that is for this use: less than all of a region's parameters and gradients."""
+        total = _bytes_beside(self.graph).get(op.klass)
+        kind, klass, _ = edge.producer
+        is_param = kind == "param" or self.space.choices[klass].op.name in parameters(self.graph)
+        if total is None or not (is_param or edge.consumer < 0):
+            return 1.0
+        return edge.value.numel * edge.value.dtype.itemsize / total
 
     def _by_layout(self, op: OpNode, edge: Edge) -> dict[tuple[Layout, Slices | None], float]:
         """Seconds of a product in which it leaves the links idle: of its strategies with that layout the least."""
@@ -181,17 +192,37 @@ def _product_behind(graph: Annotated, key: ValueKey) -> OpNode | None:
 
 
 @lru_cache(maxsize=8)
+def _bytes_beside(graph: Annotated) -> dict[int, int]:
+    """Per class of regions, bytes of the parameters that one reads and of the gradients that it makes."""
+    made, own = _gradients(graph), parameters(graph)
+    regions = [members[0] for members in graph.classes if isinstance(members[0].call.target, Region)]
+    return {
+        op.klass: made[op.name] + sum(_nbytes(graph, key) for key in dict.fromkeys(op.operands) if key[0] in own)
+        for op in regions
+    }
+
+
+def _gradients(graph: Annotated) -> Counter[str]:
+    """Bytes of the gradients that are made, by the product that makes them."""
+    made: Counter[str] = Counter()
+    for key, _ in orders(graph).grads:
+        maker = _product_behind(graph, key)
+        if maker is not None:
+            made[maker.name] += _nbytes(graph, key)
+    return made
+
+
+def _nbytes(graph: Annotated, key: ValueKey) -> int:
+    return graph.values[key].numel * graph.values[key].dtype.itemsize
+
+
+@lru_cache(maxsize=8)
 def _unhidden(graph: Annotated, cost: LinkCost) -> tuple[Counter[int], Counter[int]]:
     """Per class of products how many fetches of their parameters, and reductions of their gradients, nothing hides."""
     order = orders(graph)
     phases = [Ahead(graph, ops, cost) for ops in (order.forward, order.backward)]
     fetches = Counter(op.klass for op in (phase.late_fetch() for phase in phases) if op is not None)
-    made: dict[str, int] = {}
-    for key, _ in order.grads:
-        maker, value = _product_behind(graph, key), graph.values[key]
-        if maker is not None:
-            made[maker.name] = value.numel * value.dtype.itemsize
-    last = phases[1].late_result(made)
+    last = phases[1].late_result(_gradients(graph))
     return fetches, Counter([last.klass] if last is not None else [])
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from stpart_compiler.capture import Captured
 from stpart_compiler.cost_models.compute import is_view
@@ -19,8 +20,13 @@ from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey, reache
 from stpart_compiler.passes.rules.region import BodyOp, Region, Source, compose
 from stpart_compiler.passes.strategies import is_contraction
 
-REGIONS = ("head", "mlp", "all")
+KINDS = ("head", "mlp", "attention")
 """Kinds of regions: an LM head with its loss; MLPs; attention with its projections, whose loop is one over heads."""
+
+ALL = "all"
+
+REGIONS = (*("+".join(kinds) for n in range(1, len(KINDS)) for kinds in combinations(KINDS, n)), ALL)
+"""Which kinds are one op each, in all layers: each of them, any two, and all."""
 
 Place = tuple[str, int]  # (op, own factor)
 Atom = tuple[ValueKey, int, int]  # (value, dim, atom)
@@ -36,13 +42,27 @@ class Found:
     region: Region
 
 
+def kinds_of(regions: str | None) -> frozenset[str]:
+    """The kinds that a member of REGIONS names; none of None."""
+    if regions is None:
+        return frozenset()
+    return frozenset(KINDS if regions == ALL else regions.split("+"))
+
+
+def kind_of(region: Region) -> str:
+    """Of a region of forward its kind."""
+    if region.merge is not None or any(op.rule.loops for op in region.body):
+        return "attention"
+    return "mlp" if all(how == SUM for how in region.rule.combines) else "head"
+
+
 class FindRegions:
     """Regions of forward with those of backward that belong to them, wide middles first. No op is in two regions."""
 
-    def __init__(self, graph: Annotated, kind: str) -> None:
+    def __init__(self, graph: Annotated, kinds: frozenset[str]) -> None:
         self.graph = graph
-        self.links = _Links(graph, _tokens(graph), kind == "all")
-        self.losses_only = kind == "head"
+        self.links = _Links(graph, _tokens(graph), "attention" in kinds)
+        self.kinds = kinds
         self.known: dict[object, Region | None] = {}  # identical layers have the same regions
 
     def run(self) -> Iterator[tuple[Found, ...]]:
@@ -52,7 +72,7 @@ class FindRegions:
         for op, f in sorted(seeds, key=lambda seed: -seed[0].rule.factors[seed[1]].size):
             middle = self.links.middle(op, f) if op.name not in taken else None
             made = self._regions(middle) if middle is not None and not middle.ops & taken else ()
-            if self.losses_only and made and all(how == SUM for how in made[0].region.rule.combines):
+            if made and kind_of(made[0].region) not in self.kinds:
                 continue
             taken |= {inner.name for found in made for inner in found.ops}
             if made:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from stpart_compiler.ir.rule import TensorMap
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
-from stpart_compiler.passes.regions import FindRegions, Found, Middle
+from stpart_compiler.passes.regions import KINDS, FindRegions, Found, Middle
 from stpart_compiler.passes.strategies import is_contraction
 
 Spot = tuple[int, int]  # dim of a value, atom of the dim
@@ -19,7 +19,7 @@ class FindScores(FindRegions):
     """Regions of attention, forward and backward. `softmaxes`: names of those written by `WriteOnline`."""
 
     def __init__(self, graph: Annotated, softmaxes: frozenset[str]) -> None:
-        super().__init__(graph, "all")
+        super().__init__(graph, frozenset(KINDS))
         self.softmaxes = softmaxes
         self.products: set[str] = set()  # ops that products are among those that made what they read
         for op in graph.ops:

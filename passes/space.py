@@ -42,7 +42,10 @@ from stpart_compiler.passes.strategies import (
 )
 
 LARGE_IN_LATENCIES = 20.0
-"""A product that takes longer than so many link latencies on one rank is never repeated along an axis."""
+"""A product that takes longer than so many link latencies on one rank is never repeated along an axis,"""
+
+LARGE_IN_GATHERINGS = 0.1
+"""if it also takes longer than such a part of the time in which its result would come from all ranks."""
 
 Allow = Callable[[OpNode, Strategy, Mesh], bool]
 
@@ -359,10 +362,18 @@ class BuildSpace:
         nothing = Strategy(tuple(() for _ in op.rule.factors))
         whole, _ = self.costs.op(op, nothing, derive(op.rule, nothing, self.costs.mesh))
         latency = self.costs.cluster.link_for(self.costs.mesh.axes, self.costs.mesh).latency
-        if whole < LARGE_IN_LATENCIES * latency:
+        if whole < max(LARGE_IN_LATENCIES * latency, LARGE_IN_GATHERINGS * self._gathering(op)):
             return strategies
         most = max(_axes_used(s) for s in strategies)
         return [s for s in strategies if _axes_used(s) == most]
+
+    def _gathering(self, op: OpNode) -> float:
+        """Seconds in which the results of a product come from all ranks, of which each has a part."""
+        mesh, results = self.costs.mesh, (result for result in op.call.results if result is not None)
+        nbytes = sum(math.prod(result.shape) * result.dtype.itemsize for result in results)
+        sent = nbytes * (mesh.world_size - 1) / mesh.world_size
+        wide = tuple(axis for axis in mesh.axes if mesh.size[axis] > 1)
+        return self.costs.link("all_gather", mesh.world_size, sent, wide, mesh.world_size - 1)
 
 
 def _axes_used(strategy: Strategy) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from stpart_compiler.ir.layout import Digit, Layout, max_local_numel
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.spacetime import MOVE, STAY, Strategy, derive
+from stpart_compiler.passes.norms import norms_of_regions
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.space import Restriction
@@ -161,21 +162,6 @@ def _goes_round_inside(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
 
 def _operands_travel(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     return any(port.motion == MOVE for port in derive(op.rule, strategy, mesh).inputs)
-
-
-def _norms_of_regions(graph: Annotated) -> frozenset[str]:
-    """Norms, with casts and views of them, that regions read: what norms read is kept for their own backward."""
-    found: set[str] = set()
-    for op in graph.ops:
-        is_norm = str(op.call.target) in ("aten.native_layer_norm.default", "aten._fused_rms_norm.default")
-        if op.name not in graph.backward and (is_norm or (len(op.operands) == 1 and op.operands[0][0] in found)):
-            found.add(op.name)
-    reading = {key[0] for op in graph.ops if isinstance(op.call.target, Region) for key in op.operands}
-    wanted: set[str] = set()
-    for op in reversed(graph.ops):
-        if op.name in found and (op.name in reading or any(r.name in wanted for r in graph.readers.get(op.name, ()))):
-            wanted.add(op.name)
-    return frozenset(wanted)
 
 
 def _attends(op: OpNode) -> bool:
@@ -332,7 +318,7 @@ _ALL = (
         Restriction(_metp, _beside_groups, _cuts),
         _always,
         regions="all",
-        again=_norms_of_regions,
+        again=norms_of_regions,
     ),
     Template(
         "ulysses_zero3",

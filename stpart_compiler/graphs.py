@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from functools import cached_property
 
 from stpart_compiler.capture import Captured
 from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.passes.decompose import Decompose
 from stpart_compiler.passes.fuse import FuseRegions, FuseScores
-from stpart_compiler.passes.propagate import Annotated, Propagate
+from stpart_compiler.passes.propagate import Annotated, OpNode, Propagate
+from stpart_compiler.passes.regions import ALL, REGIONS, kind_of, kinds_of
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.templates import template as named_template
 from stpart_compiler.pauses import same_random, without_gc
@@ -26,14 +29,14 @@ def annotate(captured: Captured, dumper: Dumper | None = None, stripes: int = 1)
     return graph
 
 
-def fuse(graph: Annotated, regions: str = "mlp", dumper: Dumper | None = None) -> Annotated | None:
+def fuse(graph: Annotated, regions: str = "head+mlp", dumper: Dumper | None = None) -> Annotated | None:
     """The annotated graph with each region as one op; None where there are none. `regions`: one of REGIONS."""
     with without_gc():
-        stripes = graph.sequences.stripes
-        scores = FuseScores(stripes).apply(graph.captured) if regions == "all" else None
+        stripes, kinds = graph.sequences.stripes, kinds_of(regions)
+        scores = FuseScores(stripes).apply(graph.captured) if "attention" in kinds else None
         if scores is not None:
             graph = Propagate(stripes).apply(scores)
-        captured = FuseRegions(regions).apply(graph)
+        captured = FuseRegions(kinds).apply(graph)
         found = Propagate(stripes).apply(captured) if captured is not None else graph if scores is not None else None
     if found is not None:
         (dumper or Dumper(None)).annotated(found)
@@ -49,7 +52,7 @@ class Graphs:
     known: dict[str, Annotated | None] = dataclasses.field(default_factory=dict)
 
     def fused(self, regions: str) -> Annotated | None:
-        """With regions of a kind in REGIONS; None where there are none."""
+        """With these regions, one of REGIONS; None where there are none."""
         if regions not in self.known:
             self.known[regions] = fuse(self.plain, regions, self.dumper)
         return self.known[regions]
@@ -57,6 +60,20 @@ class Graphs:
     def of(self, regions: str | None) -> Annotated:
         """With these regions, as far as there are any."""
         return (self.fused(regions) if regions else None) or self.plain
+
+    def named(self, kinds: Iterable[str]) -> str | None:
+        """The member of REGIONS that has these kinds, of those that there are; None where it has none."""
+        wanted = self.kinds & frozenset(kinds)
+        if wanted == self.kinds:
+            return ALL if wanted else None
+        return next((regions for regions in REGIONS if kinds_of(regions) == wanted), None)
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Kinds of regions that there are."""
+        graph = self.fused(ALL)
+        found = _regions(graph) if graph is not None else []
+        return frozenset(kind_of(op.call.target) for op in found if op.name not in self.plain.backward)
 
 
 @dataclasses.dataclass
@@ -78,7 +95,10 @@ class Written:
 def regions_of(graphs: Graphs, template: str) -> str | None:
     """Those that a template asks for; without attention where its sequence could not be cut in one."""
     asked = named_template(template).regions
-    graph = graphs.fused(asked) if asked == "all" else None
-    regions = [op for op in graph.ops if isinstance(op.call.target, Region)] if graph is not None else []
-    attends = [op for op in regions if any(inner.rule.loops for inner in op.call.target.body)]
-    return asked if all(op.rule.rings for op in attends) else "mlp"
+    graph = graphs.fused(ALL) if asked == ALL else None
+    attends = [op for op in _regions(graph) if kind_of(op.call.target) == "attention"] if graph is not None else []
+    return asked if all(op.rule.rings for op in attends) else "head+mlp"
+
+
+def _regions(graph: Annotated) -> list[OpNode]:
+    return [op for op in graph.ops if isinstance(op.call.target, Region)]

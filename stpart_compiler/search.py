@@ -17,7 +17,7 @@ from stpart_compiler.passes.make_plan import UNKNOWN, MakePlan, Screened
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.refine import RefinePlan
-from stpart_compiler.passes.regions import REGIONS
+from stpart_compiler.passes.regions import KINDS, kinds_of
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.space import Costs
 from stpart_compiler.rivals import SOLVED, fastest, priced_alike
@@ -206,15 +206,26 @@ class Search:
         if best is not None and not tried.found[best][0].solver["memory_binds"]:
             return tried.result()
         in_pieces = (best or first[0]).in_pieces
-        graphs = self._graphs(in_pieces)
-        fused = [Form(in_pieces, regions) for regions in REGIONS if graphs.fused(regions) is not None]
-        if fused:
-            self.say("memory is short: looking at regions that keep nothing of their middle")
-            self._try_all(fused, tried)
+        self._try_regions(in_pieces, tried)
         best = tried.best
         if self.pieces is not None and best is not None and best.regions is not None:
             self._try_all([best._replace(in_pieces=not in_pieces)], tried)
         return tried.result()
+
+    def _try_regions(self, in_pieces: bool, tried: Tried) -> None:
+        """Solve with more and more kinds of regions; while that gains, with one kind less than the best plan has."""
+        graphs = self._graphs(in_pieces)
+        names = dict.fromkeys(graphs.named(KINDS[:n]) for n in range(1, len(KINDS) + 1))
+        forms = [Form(in_pieces, name) for name in names if name is not None]
+        if forms:
+            self.say("memory is short: looking at regions that keep nothing of their middle")
+        seen = set[Form]()
+        while forms:
+            self._try_all(forms, tried)
+            seen.update(forms)
+            own = kinds_of(tried.best.regions if tried.best is not None else None)
+            fewer = dict.fromkeys(graphs.named(own - {kind}) for kind in KINDS)
+            forms = [form for name in fewer if name is not None and (form := Form(in_pieces, name)) not in seen]
 
     def _try_all(self, forms: list[Form], tried: Tried) -> list[Form]:
         """Solve for the forms that may gain enough, the most promising first; returns them in that order."""

@@ -65,7 +65,7 @@ def graph(depth: int, *, marked: bool = False, fused: bool = False) -> Annotated
     torch.manual_seed(0)
     captured = capture(Blocks(depth, 16, marked).double(), (torch.zeros(256, 8, 16, dtype=torch.float64),))
     found = annotate(captured)
-    found = fuse(found, "mlp") if fused else found
+    found = fuse(found, "head+mlp") if fused else found
     assert found is not None
     return found
 
