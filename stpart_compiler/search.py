@@ -137,14 +137,15 @@ class Search:
         return max(look.lower, self._maker(form).lower_within(self._graph(form)))
 
     def _forms(self) -> list[Form]:
-        """All ways to write the step."""
+        """The ways to write the step that are looked at first."""
         ways = (False, True) if self.pieces is not None else (False,)
-        return [
-            Form(in_pieces, regions)
-            for in_pieces in ways
-            for regions in (None, *REGIONS)
-            if regions is None or self._graphs(in_pieces).fused(regions) is not None
-        ]
+        return [form for in_pieces in ways for form in (Form(in_pieces, None), *self._with_regions(in_pieces))]
+
+    def _with_regions(self, in_pieces: bool) -> list[Form]:
+        """With more and more kinds of regions."""
+        graphs = self._graphs(in_pieces)
+        names = dict.fromkeys(graphs.named(KINDS[:n]) for n in range(1, len(KINDS) + 1))
+        return [Form(in_pieces, name) for name in names if name is not None]
 
     def _look(self, form: Form, say: Progress = lambda text: None) -> Screened:
         return self._maker(form).screened(self._graph(form), say)
@@ -214,9 +215,7 @@ class Search:
 
     def _try_regions(self, in_pieces: bool, tried: Tried) -> None:
         """Solve with more and more kinds of regions; while that gains, with one kind less than the best plan has."""
-        graphs = self._graphs(in_pieces)
-        names = dict.fromkeys(graphs.named(KINDS[:n]) for n in range(1, len(KINDS) + 1))
-        forms = [Form(in_pieces, name) for name in names if name is not None]
+        graphs, forms = self._graphs(in_pieces), self._with_regions(in_pieces)
         if forms:
             self.say("memory is short: looking at regions that keep nothing of their middle")
         seen = set[Form]()

@@ -70,4 +70,4 @@ def test_compute_of_a_region_hides_one_transfer_at_a_time(regions: str | None) -
     programs = BuildPrograms(costs.link, torch.device("cpu")).apply(llama().of(regions), plan, lambda text: None)
     found = simulate([phases_of(artifact) for artifact in programs.artifacts], costs.cluster)
     assert found.exposed_seconds > 0.25 * found.seconds
-    assert plan.seconds == pytest.approx(found.seconds, rel=0.08)
+    assert plan.seconds == pytest.approx(found.seconds, rel=0.1)
