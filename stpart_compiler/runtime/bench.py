@@ -92,10 +92,15 @@ class Bench:
         return self._most(time.perf_counter() - start)
 
     def _meet(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """All ranks have done what they started; NCCL's barrier is itself something that a device has yet to do."""
+        self._wait()
         if self.engine is not None:
             dist.barrier()
+            self._wait()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _most(self, value: float) -> float:
         """Of all ranks', which must agree on what follows."""
