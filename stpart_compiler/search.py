@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -120,18 +121,21 @@ class Search:
         self.say(f"looking at mesh {self.costs.mesh}")
         return self._look(Form(False, None), self.say)
 
-    def within_limit(self, look: Screened) -> Screened:
-        """A look at this mesh, where its plan does not fit with the least that one within the memory limit takes."""
+    def within_limit(self, look: Screened, enough: float) -> Screened:
+        """A look at this mesh, where its plan does not fit with the least that one within the memory limit takes.
+
+        No bound is made better that is `enough` seconds without a limit.
+        """
         if look.nbytes() <= self.limit:
             return look
         self.say(f"memory is short: looking at mesh {self.costs.mesh}")
-        least = min(self._lower_within(form) for form in self._forms())
+        least = min(self._lower_within(form, enough) for form in self._forms())
         return dataclasses.replace(look, lower=least, seconds=least)
 
-    def _lower_within(self, form: Form) -> float:
+    def _lower_within(self, form: Form, enough: float = math.inf) -> float:
         """Seconds that no plan of a form within the memory limit beats."""
         look = self._look(form)
-        if look.nbytes() <= self.limit:
+        if look.nbytes() <= self.limit or look.lower >= enough:
             return look.lower
         self.say(f"looking at {form}")
         return max(look.lower, self._maker(form).lower_within(self._graph(form)))
@@ -371,8 +375,9 @@ def on_best_mesh(searches: list[Search], gap: float) -> tuple[Plan, Programs]:
     short: list[InfeasibleError] = []
     for i in promising([*looked.values()], gap, searches[0].limit):
         if found:
-            looked[i] = searches[i].within_limit(looked[i])
-            if looked[i].seconds >= (1 - gap) * min(plan.seconds for plan, _ in found.values()):
+            enough = (1 - gap) * min(plan.seconds for plan, _ in found.values())
+            looked[i] = searches[i].within_limit(looked[i], enough)
+            if looked[i].seconds >= enough:
                 continue
         del looked[i]
         searches[i].say(f"mesh {searches[i].costs.mesh}")

@@ -79,7 +79,7 @@ class Stub:
     def screened(self) -> Screened:
         return self.look
 
-    def within_limit(self, look: Screened) -> Screened:
+    def within_limit(self, look: Screened, enough: float) -> Screened:
         return look if look.nbytes() <= self.limit else Screened(self.least, self.least, look.nbytes)
 
     def run(self) -> tuple[Any, Any]:
