@@ -381,7 +381,7 @@ def _device(table: Table) -> Device:
         launch_overhead=table.number("launch_overhead"),
         matmul_efficiency=table.points("matmul_efficiency"),
         attention_efficiency=table.optional_points("attention_efficiency") or (),
-        memory_efficiency=table.optional_points("memory_efficiency") or ((1.0, 1.0),),
+        memory_efficiency=table.optional_points("memory_efficiency") or Device.memory_efficiency,
         transcendental_rate=table.optional_number("transcendental_rate") or 0.0,
     )
     table.check_no_more()

@@ -141,7 +141,7 @@ _TRANSCENDENTAL = frozenset(
     | {"_log_softmax", "_log_softmax_backward_data", "sigmoid", "tanh", "sinh", "cosh", "erf", "erfc", "erfinv"}
     | {"gelu", "gelu_backward", "silu", "silu_backward", "mish", "mish_backward", "softplus", "softplus_backward"}
     | {"elu", "elu_backward", "log_sigmoid_forward", "log_sigmoid_backward", "sin", "cos", "tan", "atan", "atan2"}
-    | {"cross_entropy_grad", "cross_entropy_grad_block", "block_logsumexp"}
+    | {"cross_entropy_grad", "cross_entropy_grad_block"}
 )
 
 
@@ -251,7 +251,7 @@ def op_seconds(
     work = flops(call, in_shapes, out_shapes)
     if not work:
         return max(traffic, _transcendental_seconds(call, in_shapes, out_shapes, device)) + device.launch_overhead
-    seconds = max(traffic, arithmetic_seconds(call, work * done.share, cluster.device)) + device.launch_overhead
+    seconds = max(traffic, arithmetic_seconds(call, work * done.share, device)) + device.launch_overhead
     if done.calls > 1:
         seconds += (done.calls - 1) * (device.launch_overhead + combining_seconds(_written(call, out_shapes), cluster))
     return seconds

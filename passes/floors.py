@@ -22,10 +22,9 @@ from stpart_compiler.cost_models.compute import copy_seconds
 from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.placement import Cuts, Tables, is_windowed, tables
 from stpart_compiler.passes.overlap import Beside
-from stpart_compiler.passes.space import Costs, Space
+from stpart_compiler.passes.space import Array, Costs, Space
 from stpart_compiler.passes.uses import Prices, Use
 
-Array = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
 
 PAIRS_LOOKED_AT = 64

@@ -142,8 +142,11 @@ class Search:
 
     def _forms(self) -> list[Form]:
         """The ways to write the step that are looked at first."""
-        ways = (False, True) if self.pieces is not None else (False,)
-        return [form for in_pieces in ways for form in (Form(in_pieces, None), *self._with_regions(in_pieces))]
+        return [form for plain in self._plain() for form in (plain, *self._with_regions(plain.in_pieces))]
+
+    def _plain(self) -> list[Form]:
+        """Without regions, in each way in which sequences may be written."""
+        return [Form(in_pieces, None) for in_pieces in ((False, True) if self.pieces is not None else (False,))]
 
     def _with_regions(self, in_pieces: bool) -> list[Form]:
         """With more and more kinds of regions."""
@@ -205,8 +208,7 @@ class Search:
         written that was better so far, then the best regions of the other one.
         """
         tried = Tried(self.options.gap)
-        plain = [Form(in_pieces, None) for in_pieces in ((False, True) if self.pieces is not None else (False,))]
-        first = self._try_all(plain, tried)
+        first = self._try_all(self._plain(), tried)
         best = tried.best
         if best is not None and not tried.found[best][0].solver["memory_binds"]:
             return tried.result()

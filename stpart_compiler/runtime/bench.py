@@ -130,8 +130,12 @@ class Bench:
     def _pool(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Iterator[list[torch.Tensor]]:
         """Tensors of these shapes again and again, each time others."""
         nbytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
-        number = max(2, min(64, POOL_BYTES[self.device.type] // nbytes))
-        return cycle([[torch.randn(x, device=self.device).to(dtype) for x in shapes] for _ in range(number)])
+        turns = range(self._turns(nbytes))
+        return cycle([[torch.randn(x, device=self.device).to(dtype) for x in shapes] for _ in turns])
+
+    def _turns(self, nbytes: int) -> int:
+        """How many things of so many bytes are used in turn."""
+        return max(2, min(64, POOL_BYTES[self.device.type] // nbytes))
 
     def streams(self, launch: float) -> list[tuple[float, float]]:
         """(bytes read and written, seconds without the launch) of additions, each of the last one's result.
@@ -147,12 +151,13 @@ class Bench:
 
     def _adding(self, x: torch.Tensor) -> float:
         """Seconds of adding x to a sum, of which the last ones are kept."""
-        kept = deque([x], max(2, min(64, POOL_BYTES[self.device.type] // x.nbytes)))
+        turns = self._turns(x.nbytes)
+        kept = deque([x], turns)
 
         def add() -> None:
             kept.append(torch.add(kept[-1], x))
 
-        for _ in range(2 * (kept.maxlen or 0)):  # from now on memory is used again
+        for _ in range(2 * turns):  # from now on memory is used again
             add()
         return self.seconds(add)
 
