@@ -66,9 +66,10 @@ class Tried:
     def best(self) -> Form | None:
         return min(self.found, key=lambda form: self.found[form][0].seconds, default=None)
 
-    def cannot_gain(self, lower: float) -> bool:
-        """Whether what takes so many seconds at least is not faster than the best by more than the gap."""
-        return self.best is not None and lower >= (1 - self.gap) * self.found[self.best][0].seconds
+    @property
+    def enough(self) -> float:
+        """Seconds: what takes as long at least is not faster than the best by more than the gap."""
+        return math.inf if self.best is None else (1 - self.gap) * self.found[self.best][0].seconds
 
     def result(self) -> tuple[Plan, Programs]:
         """Raises:
@@ -132,10 +133,10 @@ class Search:
         least = min(self._lower_within(form, enough) for form in self._forms())
         return dataclasses.replace(look, lower=least, seconds=least)
 
-    def _lower_within(self, form: Form, enough: float = math.inf) -> float:
-        """Seconds that no plan of a form within the memory limit beats."""
+    def _lower_within(self, form: Form, enough: float) -> float:
+        """Seconds that no plan of a form within the memory limit beats; as without a limit if those are `enough`."""
         look = self._look(form)
-        if look.nbytes() <= self.limit or look.lower >= enough:
+        if look.lower >= enough or look.nbytes() <= self.limit:
             return look.lower
         self.say(f"looking at {form}")
         return max(look.lower, self._maker(form).lower_within(self._graph(form)))
@@ -248,10 +249,8 @@ class Search:
             return any(form.regions == other.regions for other in tried.short)
         if form.in_pieces and not best.in_pieces and self._needs_stripes(tried.found[best][0]):
             return True
-        lower = self._look(form).lower
-        if not tried.cannot_gain(lower):
-            lower = self._lower_within(form)
-        if not tried.cannot_gain(lower):
+        lower = self._lower_within(form, tried.enough)
+        if lower < tried.enough:
             return False
         tried.lower.append(lower)
         return True
