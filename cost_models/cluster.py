@@ -380,9 +380,9 @@ def _device(table: Table) -> Device:
         memory_bandwidth=table.number("memory_bandwidth"),
         launch_overhead=table.number("launch_overhead"),
         matmul_efficiency=table.points("matmul_efficiency"),
-        attention_efficiency=table.optional_points("attention_efficiency") or (),
+        attention_efficiency=table.optional_points("attention_efficiency") or Device.attention_efficiency,
         memory_efficiency=table.optional_points("memory_efficiency") or Device.memory_efficiency,
-        transcendental_rate=table.optional_number("transcendental_rate") or 0.0,
+        transcendental_rate=table.optional_number("transcendental_rate") or Device.transcendental_rate,
     )
     table.check_no_more()
     return device

@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from stpart_compiler.passes.held import Saved
 from stpart_compiler.passes.problem import Problem, evaluate, memory_bytes
+from stpart_compiler.passes.space import Array
 from stpart_compiler.passes.uses import Assignment, Use
 
-Array = npt.NDArray[np.float64]
 Edge = tuple[int, int]
 
 POLISH_ROUNDS = 3

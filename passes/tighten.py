@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from stpart_compiler.passes.bound import Joint, Model, Shared, State
-from stpart_compiler.passes.floors import FloorPrices
+from stpart_compiler.passes.floors import FloorPrices, Index
 from stpart_compiler.passes.problem import Problem, evaluate
+from stpart_compiler.passes.space import Array
 from stpart_compiler.passes.uses import Assignment, Use
 
-Array = npt.NDArray[np.float64]
-Index = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 FIRST_SWEEPS, SWEEPS = 12, 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -65,11 +64,6 @@ class Tried:
     @property
     def best(self) -> Form | None:
         return min(self.found, key=lambda form: self.found[form][0].seconds, default=None)
-
-    @property
-    def enough(self) -> float:
-        """Seconds: what takes as long at least is not faster than the best by more than the gap."""
-        return math.inf if self.best is None else (1 - self.gap) * self.found[self.best][0].seconds
 
     def result(self) -> tuple[Plan, Programs]:
         """Raises:
@@ -196,10 +190,11 @@ class Search:
 
     def _of_template(self, template: str) -> tuple[Plan, Programs]:
         tried = Tried(self.options.gap)
-        for in_pieces in (False, True) if self.pieces is not None else (False,):
+        for plain in self._plain():
             if tried.short or any(self._needs_stripes(plan) for plan, _ in tried.found.values()):
                 break
-            self._try(Form(in_pieces, regions_of(self._graphs(in_pieces), template)), tried)
+            regions = regions_of(self._graphs(plain.in_pieces), template)
+            self._try(plain._replace(regions=regions), tried)
         return tried.result()
 
     def _solved(self) -> tuple[Plan, Programs]:
@@ -249,8 +244,9 @@ class Search:
             return any(form.regions == other.regions for other in tried.short)
         if form.in_pieces and not best.in_pieces and self._needs_stripes(tried.found[best][0]):
             return True
-        lower = self._lower_within(form, tried.enough)
-        if lower < tried.enough:
+        enough = _enough([*tried.found.values()], tried.gap)
+        lower = self._lower_within(form, enough)
+        if lower < enough:
             return False
         tried.lower.append(lower)
         return True
@@ -376,7 +372,7 @@ def on_best_mesh(searches: list[Search], gap: float) -> tuple[Plan, Programs]:
     short: list[InfeasibleError] = []
     for i in promising([*looked.values()], gap, searches[0].limit):
         if found:
-            enough = (1 - gap) * min(plan.seconds for plan, _ in found.values())
+            enough = _enough([*found.values()], gap)
             looked[i] = searches[i].within_limit(looked[i], enough)
             if looked[i].seconds >= enough:
                 continue
@@ -404,6 +400,11 @@ def promising(looked: list[Screened], gap: float, limit: int) -> list[int]:
     if looked[order[0]].nbytes() > limit:
         order.sort(key=lambda i: looked[i].nbytes() > limit)
     return order
+
+
+def _enough(found: list[tuple[Plan, Programs]], gap: float) -> float:
+    """Seconds: what takes as long at least is not faster than the best plan found by more than the gap."""
+    return (1 - gap) * min(plan.seconds for plan, _ in found)
 
 
 def cheapest(found: list[tuple[Plan, Programs]]) -> tuple[Plan, Programs]:
