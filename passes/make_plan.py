@@ -207,9 +207,10 @@ class MakePlan:
         return replace(restriction, layouts=whole_layouts) if self.whole_parameters else restriction
 
     def _applicable(self, graph: Annotated) -> list[Template]:
-        """Every template that applies; on a graph with regions those that are made for it."""
+        """Every yardstick that applies; on a graph with regions those that are made for it."""
         mesh, fused = self.costs.mesh, is_fused(graph)
-        return [each for each in TEMPLATES.values() if each.applies(mesh) is None and bool(each.regions) == fused]
+        yardsticks = [each for each in TEMPLATES.values() if each.yardstick and each.applies(mesh) is None]
+        return [each for each in yardsticks if bool(each.regions) == fused]
 
     def _priced(
         self, graph: Annotated, templates: Sequence[Template], again: frozenset[str], progress: Progress

@@ -29,6 +29,8 @@ class Template:
     weights_stay: bool = False  # parameters are used where they rest: no gathering of weights
     regions: str | None = None  # kind of regions that are one op each
     again: Callable[[Annotated], frozenset[str]] = lambda graph: frozenset()  # ops of forward that backward runs again
+    pairs: bool = False  # maps a pair of equal axes at once, beside cuts along others
+    yardstick: bool = True  # plans are compared with it; not where solving it takes as long as solving for the plan
 
 
 def _axes(digits: tuple[Digit, ...]) -> set[str]:
@@ -218,6 +220,11 @@ def _primepar(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
     return all(port.motion == MOVE for port in derived.inputs) and derived.outputs[0].motion == STAY
 
 
+def _spatial_or_primepar(op: OpNode, strategy: Strategy, mesh: Mesh) -> bool:
+    """Any op cut in space; linear layers by PrimePar's primitive too."""
+    return _spatial(strategy) or (_has_weight(op) and _primepar(op, strategy, mesh))
+
+
 def whole_layouts(graph: Annotated, value: ValueInfo, layouts: list[Layout], mesh: Mesh) -> list[Layout]:
     """Every rank holds the parameter whole."""
     return [layout for layout in layouts if layout.is_replicated]
@@ -338,7 +345,22 @@ _ALL = (
         Restriction(_summa, _on_two_dims, _cuts),
         _two,
     ),
-    Template("primepar", "2-D temporal maps for all linear layers", Restriction(_primepar, _smallest, _cuts), _square),
+    Template(
+        "primepar",
+        "2-D temporal maps for all linear layers",
+        Restriction(_primepar, _smallest, _cuts),
+        _square,
+        pairs=True,
+    ),
+    Template(
+        "primepar_space",
+        "PrimePar's space: ops cut in space, linear layers in 2-D temporal maps where that is faster",
+        Restriction(_spatial_or_primepar),
+        _square,
+        weights_stay=True,
+        pairs=True,
+        yardstick=False,
+    ),
 )
 TEMPLATES = {template.name: template for template in _ALL}
 

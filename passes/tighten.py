@@ -9,7 +9,7 @@ every moment the bound is one, and the assignment that the messages point to get
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,9 @@ AT_ONCE = 2000
 REACH = 1e-3
 """Part of the bound by which what is priced at first may be over it."""
 
+STALL_ROUNDS, STALL_GAIN = 5, 1e-3
+"""A bound that so many rounds have raised by no more than such a part of it is left as it is."""
+
 
 @dataclass(frozen=True)
 class Tight:
@@ -49,8 +52,8 @@ class Tighten:
     """problem with floors -> its bound, and an assignment. Prices of the problem become exact where that matters.
 
     `known`: seconds of a plan; the search ends when nothing can beat it, or the assignment found, by more than the
-    relative `gap`. `is_over`: asked after every round whether to stop there; `progress`: called with the
-    bound in seconds.
+    relative `gap`, or when the bound no longer rises. `is_over`: asked after every round whether to stop there;
+    `progress`: called with the bound in seconds.
     """
 
     gap: float
@@ -62,10 +65,12 @@ class Tighten:
         choice = work.begun()
         seconds = work.exactly(choice)
         reach = REACH * work.lower() * 1e9
+        bounds: list[float] = []
         while True:
             lower, nearest = work.lower(), min(self.known, seconds)
+            bounds.append(lower)
             progress(lower)
-            if lower >= (1 - self.gap) * nearest or self.is_over():
+            if lower >= (1 - self.gap) * nearest or stalls(bounds) or self.is_over():
                 break
             found = work.cheap(reach)
             if not found and reach > (nearest - lower) * 1e9:
@@ -77,6 +82,11 @@ class Tighten:
             if (cost := work.exactly(other)) < seconds:
                 choice, seconds = other, cost
         return Tight(work.lower(), work.state.extra(), choice, seconds)
+
+
+def stalls(bounds: Sequence[float]) -> bool:
+    """Whether the last rounds have hardly raised the bound. `bounds`: of all rounds so far, never falling."""
+    return len(bounds) > STALL_ROUNDS and bounds[-1] - bounds[-1 - STALL_ROUNDS] <= STALL_GAIN * bounds[-1]
 
 
 @dataclass

@@ -40,15 +40,22 @@ def within_host(ranks: int, cluster: Cluster) -> list[Mesh]:
 def _planned(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
     """The mesh as the solver sees it: the same ranks, two wide axes at most.
 
-    A template of 2-D maps needs an axis of square size written as two. Of three and more axes the inner ones are taken
-    as one.
+    A template of 2-D maps keeps a pair of equal axes beside a third one; without a pair, an axis of square size is
+    written as two. Else the inner ones of three and more axes are taken as one.
     """
     if plan is not None:
         return plan.mesh
+    if name is not None and named_template(name).pairs and len(_wide(mesh)) > 2:
+        three = _three_axes(mesh)
+        if named_template(name).applies(three) is None:
+            return three
     mesh = _two_axes(mesh)
-    if name is None or named_template(name).applies(mesh) is None:
-        return mesh
-    for axis, size in mesh.size.items():
+    return mesh if name is None or named_template(name).applies(mesh) is None else _as_pair(mesh)
+
+
+def _as_pair(mesh: Mesh) -> Mesh:
+    """The innermost axis of square size written as two; the same mesh if there is none."""
+    for axis, size in reversed(mesh.size.items()):
         root = math.isqrt(size)
         if root > 1 and root * root == size:
             return mesh.factored(axis, (root, root))
@@ -57,14 +64,17 @@ def _planned(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
 
 def grids_to_try(spec: Any, mesh: Mesh, cluster: Cluster, name: str | None, plan: Plan | None) -> list[Mesh]:
     """The meshes that are tried, the one asked for first. Of a plain number of ranks also those whose axes follow the
-    cluster's levels, and, but for a template, two axes inside of a host. Of three and more axes over several hosts, but
-    for a template, all two axes that they or the levels can be taken as: a plan on these is what is refined."""
+    cluster's levels, for a template of 2-D maps with the inner one as a pair too, and, but for a template, two axes
+    inside of a host. Of three and more axes over several hosts, but for a template, all two axes that they or the
+    levels can be taken as: a plan on these is what is refined."""
     grids = [_planned(mesh, name, plan)]
     if plan is None and name is None and len(_wide(mesh)) > 2:
         along = over_hierarchy(mesh.world_size, cluster)
         grids += [*_joined_otherwise(mesh), *along] if along else []
     if isinstance(spec, int) and plan is None:
-        grids += [_planned(other, name, None) for other in over_hierarchy(spec, cluster)]
+        along = over_hierarchy(spec, cluster)
+        grids += [_planned(other, name, None) for other in along]
+        grids += map(_as_pair, along) if name is not None and named_template(name).pairs else []
         grids += within_host(spec, cluster) if name is None else []
     if name is not None:
         grids = [grid for grid in grids if named_template(name).applies(grid) is None] or grids[:1]

@@ -11,7 +11,8 @@ from torch import nn
 
 import stpart_compiler as st
 from stpart_compiler.cost_models.cluster import Device, Link
-from stpart_compiler.grids import over_hierarchy, within_host
+from stpart_compiler.grids import grids_to_try, over_hierarchy, within_host
+from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.passes.make_plan import Screened
 from stpart_compiler.search import Search, on_best_mesh, promising
 
@@ -44,6 +45,29 @@ def test_axes_follow_the_levels(ranks: int, levels: tuple[int | None, ...], size
 def test_axes_inside_of_a_host(ranks: int, level: int | None, sizes: list[tuple[int, int]]) -> None:
     levels = ((level, FAST), (None, SLOW)) if level else ((None, FAST),)
     assert [mesh.sizes for mesh in within_host(ranks, st.Cluster("levels", DEVICE, levels))] == sizes
+
+
+@pytest.mark.parametrize(
+    ("asked", "template", "sizes"),
+    [
+        ((4, 2, 2), "primepar", [(4, 2, 2)]),
+        ((2, 2, 4), "primepar_space", [(2, 2, 4)]),
+        ((2, 8, 2), "primepar", [(2, 8, 2)]),
+        ((4, 2, 2), "megatron", [(4, 4)]),
+        ((2, 2, 2, 2), "primepar", [(2, 4, 2)]),
+        ((8, 4), "primepar", [(8, 2, 2)]),
+        ((16, 4), "primepar", [(16, 2, 2)]),
+        ((16, 2), "primepar", [(4, 4, 2)]),
+        (16, "primepar_space", [(4, 4), (4, 2, 2)]),
+        (8, "primepar", [(2, 2, 2)]),
+        (16, "megatron", [(16,), (4, 4)]),
+    ],
+)
+def test_a_template_of_two_dimensional_maps_keeps_its_pair(asked: Any, template: str, sizes: list[Any]) -> None:
+    """Beside a third axis, and inside of hosts where the axes are left to the solver."""
+    hosts = st.Cluster("hosts of four", DEVICE, ((4, FAST), (None, SLOW)))
+    found = grids_to_try(asked, parse_mesh(asked), hosts, template, None)
+    assert [mesh.sizes for mesh in found] == sizes
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,8 @@ def test_beside_a_cut_on_a_third_axis_nothing_of_the_middle_is_redistributed() -
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(INNER, 96, bias=False), nn.GELU(), nn.Linear(96, INNER, bias=False)).double()
     x = torch.randn(4, 6, INNER, dtype=torch.float64)
-    options = {"mesh": (2, 4), "template": "primepar", "solver": SOLVER, "cluster": CLUSTER}
-    compiled = st.compile_model(model, (x,), loss_fn=torch.sum, **options)
+    options = {"mesh": (2, 4), "solver": SOLVER, "cluster": CLUSTER}
+    compiled = st.compile_model(model, (x,), loss_fn=torch.sum, template="primepar", **options)
     assert compiled.interface.mesh.sizes == (2, 2, 2)
     graph, placement = compiled._annotated()
     products = [placement.strategies[op.name] for op in graph.ops if is_contraction(op.rule)]
@@ -157,6 +157,9 @@ def test_beside_a_cut_on_a_third_axis_nothing_of_the_middle_is_redistributed() -
     assert abs(result.loss - loss) <= 1e-10 * abs(loss)
     for name, param in model.named_parameters():
         assert (result.grads[name] - param.grad).norm() <= 1e-10 * param.grad.norm(), name
+    space = st.compile_model(model, (x,), loss_fn=torch.sum, template="primepar_space", **options)
+    assert space.interface.mesh.sizes == (2, 2, 2)
+    assert space.plan.seconds <= compiled.plan.seconds, "its space has these maps too"
 
 
 def test_one_axis_of_square_size_will_do() -> None:

@@ -22,7 +22,9 @@ import stpart_compiler as st
 MESHES = (2, 3, (4,), (8,), (2, 2))  # of a plain 4 or 8 the solver would choose the axes
 THREADS = 3
 IN_THREADS = ("opt", "t5", "mixtral", "conformer")
-ONLY_ON = {"primepar": ((4,), (2, 2)), "summa": ((4,), (2, 3))}  # meshes of templates that do not apply to others
+SQUARES = ((4,), (2, 2))
+# meshes of templates that do not apply to others
+ONLY_ON = {"primepar": SQUARES, "primepar_space": SQUARES, "summa": ((4,), (2, 3))}
 
 
 class Case:

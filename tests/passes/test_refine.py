@@ -28,7 +28,7 @@ from stpart_compiler.passes.refine import axis_parts, lifted_strategy
 from stpart_compiler.passes.solve import InfeasibleError, Solve
 from stpart_compiler.passes.space import BuildSpace, Costs, Space
 from stpart_compiler.passes.strategies import space_on
-from stpart_compiler.passes.tighten import Tighten
+from stpart_compiler.passes.tighten import Tighten, stalls
 from stpart_compiler.passes.uses import Prices
 
 HOSTS = replace(load_cluster("v100-32gb-8x4"), name="hosts")
@@ -128,6 +128,12 @@ def test_a_bound_from_floors_gets_as_high_as_one_from_prices() -> None:
     assert tight.seconds == pytest.approx(evaluate(exact, tight.choice), abs=1e-12) and tight.seconds >= optimum - 1e-12
     best = min(over.max() for over in tight.over.values() if len(over) > 1)
     assert all(over.min() >= 0 for over in tight.over.values()) and best > 0
+
+
+def test_a_bound_that_hardly_rises_is_left_as_it_is() -> None:
+    slow = [1 + 2e-4 * i for i in range(7)]
+    assert not stalls(slow[:5]) and stalls(slow) and stalls([1.0] * 6)
+    assert not stalls([*slow[:-1], 1.01]), "the last round raised it"
 
 
 def test_a_strategy_keeps_its_meaning_on_a_finer_mesh() -> None:
