@@ -146,6 +146,10 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
+    def __reduce__(self) -> tuple[type[Layout], tuple[object, ...]]:
+        """Pickled without its hash, which is another one in the process that reads it."""
+        return Layout, (self.dims, self.partial, self.combine)
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True

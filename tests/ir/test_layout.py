@@ -2,6 +2,10 @@
 
 import itertools
 import math
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -126,3 +130,18 @@ def test_dependent_forms_are_refused() -> None:
         check_layout(shard((4, 4), {0: (R,), 1: (R,)}), SQUARE)
     with pytest.raises(ValueError, match="no axis 'x'"):
         check_layout(shard((4,), {0: (form(2, x=1),)}), SQUARE)
+
+
+def test_a_layout_pickled_elsewhere_is_found_among_equal_ones() -> None:
+    """Processes hash texts each in its own way, and layouts hold names of axes."""
+    code = """
+import pickle, sys
+from stpart_compiler.ir.layout import Atom, Layout, form
+layout = Layout(((Atom(6, (form(2, r=1),)),), (Atom(4),)), (form(3, c=1),))
+sys.stdout.buffer.write(pickle.dumps(layout))
+"""
+    layout = Layout(((Atom(6, (form(2, r=1),)),), (Atom(4),)), (form(3, c=1),))
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=env)
+        assert pickle.loads(done.stdout) in {layout}
