@@ -10,12 +10,12 @@ BLOOM-176B 68 against 65); for models that figure 2 leaves out, that of the one 
 
 Times are simulated from generated programs, never measured, but for that of "spatial", the solver without temporal
 maps, which is the solver's estimate against its estimate for Megatron. Megatron is the best of all splits of the ranks
-into data and tensor parallelism. The paper's cannot have been less than four ranks of tensor parallelism: on fewer,
+into data and tensor parallelism. The paper's cannot have had less than four ranks of tensor parallelism: on fewer,
 weights and gradients of its 7B models do not fit in 32 GB, and for the others its figures 2 and 9 say four. So each
 system is compared with the best of these splits too ("m >= 4"). "primepar" is PrimePar's space (template
-primepar_space), "ours" the solver on the whole space, on three axes where there are eight ranks or more, or on the
-axes of Megatron's best split where that is faster. The paper's own ratios stand last, below them for each number of
-ranks the geometric mean over the models.
+primepar_space) on up to four axes, "ours" the solver on the whole space, on three axes where there are eight ranks or
+more, or on the axes of Megatron's best split where that is faster. The paper's own ratios stand last, below them for
+each number of ranks the geometric mean over the models.
 
 In the paper's implementation collectives and re-layouts hide behind nothing, only rings do: --exposed prices, plans and
 simulates all three systems so. Without it Megatron's gradients are reduced, and ZeRO's parameters fetched, beside
@@ -55,8 +55,18 @@ SEQUENCE = 2048
 UNBOUND = 10**14
 """Bytes: the paper takes fewer layers where memory is short, so nothing is limited here."""
 
-SOLVED = {4: (2, 2), 8: (2, 2, 2), 16: (4, 2, 2), 32: (8, 2, 2)}
-PRIMEPAR = {ranks: [mesh] for ranks, mesh in SOLVED.items()} | {16: [(4, 2, 2), (4, 4)]}
+SOLVED: dict[int, list[tuple[int, ...]]] = {
+    4: [(2, 2)],
+    8: [(2, 2, 2)],
+    16: [(4, 2, 2), (2, 2, 4)],
+    32: [(8, 2, 2), (2, 4, 4)],
+}
+PRIMEPAR: dict[int, list[tuple[int, ...]]] = {
+    4: [(2, 2)],
+    8: [(2, 2, 2)],
+    16: [(4, 4), (4, 2, 2), (2, 2, 2, 2)],
+    32: [(8, 2, 2), (2, 4, 2, 2)],
+}
 LEAST_TENSOR = 4
 """Ranks over which the paper's Megatron must have cut tensors at least."""
 
@@ -122,7 +132,7 @@ def measure(name: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {"megatron": _fastest(megatron), "wide": _fastest(wide)}
     split = tuple(map(int, rows["megatron"]["mesh"].split("x")))
     rows["primepar"] = _fastest([run(mesh, "primepar_space") for mesh in PRIMEPAR[ranks]])
-    rows["ours"] = _fastest([run(mesh, None) for mesh in dict.fromkeys((SOLVED[ranks], split))])
+    rows["ours"] = _fastest([run(mesh, None) for mesh in dict.fromkeys((*SOLVED[ranks], split))])
     return rows | {"spatial": min(spatial)}
 
 

@@ -14,6 +14,9 @@ from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.templates import template as named_template
 
+MOST_BESIDE_PAIRS = 4
+"""Wide axes that a template of 2-D maps is planned on at most: its space grows with their number as powers do."""
+
 
 def over_hierarchy(ranks: int, cluster: Cluster) -> list[Mesh]:
     """Meshes of two axes whose inner one stays inside a group of ranks that a level joins, the largest that fits.
@@ -40,15 +43,15 @@ def within_host(ranks: int, cluster: Cluster) -> list[Mesh]:
 def _planned(mesh: Mesh, name: str | None, plan: Plan | None) -> Mesh:
     """The mesh as the solver sees it: the same ranks, two wide axes at most.
 
-    A template of 2-D maps keeps a pair of equal axes beside a third one; without a pair, an axis of square size is
-    written as two. Else the inner ones of three and more axes are taken as one.
+    A template of 2-D maps keeps a pair of equal axes beside one or two others; without a pair, an axis of square size
+    is written as two. Else the inner ones of three and more axes are taken as one.
     """
     if plan is not None:
         return plan.mesh
     if name is not None and named_template(name).pairs and len(_wide(mesh)) > 2:
-        three = _three_axes(mesh)
-        if named_template(name).applies(three) is None:
-            return three
+        few = mesh if len(_wide(mesh)) <= MOST_BESIDE_PAIRS else _three_axes(mesh)
+        if named_template(name).applies(few) is None:
+            return few
     mesh = _two_axes(mesh)
     return mesh if name is None or named_template(name).applies(mesh) is None else _as_pair(mesh)
 
