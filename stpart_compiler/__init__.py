@@ -11,7 +11,7 @@ from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.solve import InfeasibleError
 from stpart_compiler.passes.templates import templates
-from stpart_compiler.passes.verify import VerificationError
+from stpart_compiler.passes.verify_rank import VerificationError
 from stpart_compiler.runtime.buckets import Buckets
 from stpart_compiler.runtime.checkpoint import load_checkpoint, save_checkpoint
 from stpart_compiler.runtime.clip import clip_grad_norm_

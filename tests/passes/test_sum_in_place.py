@@ -9,7 +9,8 @@ import torch
 
 from stpart_compiler.ir.program import Builder, RankProgram, Value, sums_in_place
 from stpart_compiler.passes.sum_in_place import SumInPlace
-from stpart_compiler.passes.verify import VerificationError, verify_programs
+from stpart_compiler.passes.verify import verify_programs
+from stpart_compiler.passes.verify_rank import VerificationError
 from stpart_compiler.runtime import ops
 from stpart_compiler.runtime.lockstep import run_lockstep
 

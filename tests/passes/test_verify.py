@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from stpart_compiler.ir.program import Builder, Instr, Origin, RankProgram, Value
-from stpart_compiler.passes.verify import VerificationError, verify_handover, verify_programs
+from stpart_compiler.passes.verify import verify_handover, verify_programs
+from stpart_compiler.passes.verify_rank import VerificationError
 from stpart_compiler.runtime import ops
 
 assert ops.NAMESPACE == "stpart"  # the operators exist once this module is imported
