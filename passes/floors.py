@@ -23,7 +23,7 @@ from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.placement import Cuts, Tables, is_windowed, tables
 from stpart_compiler.passes.overlap import Beside
 from stpart_compiler.passes.space import Array, Costs, Space
-from stpart_compiler.passes.uses import Elements, Prices, Use
+from stpart_compiler.passes.uses import Prices, Use
 
 Index = npt.NDArray[np.int64]
 
@@ -49,10 +49,6 @@ class FloorPrices(Prices):
         same = [[numbers.setdefault(layout, len(numbers)) for layout in side] for side in (sources, targets)]
         found: list[list[int]] = np.maximum(prices, np.not_equal.outer(*same)).tolist()
         return found
-
-    def copies(self, sources: list[Layout], targets: list[Layout], itemsize: int) -> list[Elements]:
-        """None: which way a re-layout goes is not known."""
-        return [np.zeros((len(sources), len(targets)), dtype=np.int64)] * 3
 
     def exact(self, use: Use, sources: list[int], targets: list[int]) -> list[int]:
         """The prices of some re-layouts of a use, which it then has."""

@@ -270,10 +270,7 @@ class MemoryMaker:
 
     def layout_bytes(self) -> list[int]:
         """Per number of what is held."""
-        return [
-            sum(part if isinstance(part, int) else max_local_numel(part) for part in parts) * itemsize
-            for parts, itemsize, _ in self.prices.numbers
-        ]
+        return [sum(map(max_local_numel, layouts)) * itemsize for layouts, itemsize, _ in self.prices.numbers]
 
     def _demands(self, held: Held) -> list[Demand]:
         found = [self.demand(held, claim) for claim in held.claims]
@@ -332,29 +329,11 @@ class MemoryMaker:
         rows, columns = np.array(use.from_ids)[:, None], use.wanted_ids()
         if claim.kind == "read":
             return np.where(rows == columns, NOTHING, columns) if held.shares else columns
-        if claim.kind == "packing":
-            return np.where(use.packs > 0, rows, NOTHING)
-        if claim.kind == "packed":
-            return self._copied(held, use, use.packs)
-        if claim.kind == "landing":
-            return self._copied(held, use, use.lands)
-        if claim.kind == "arriving":
-            wanted = np.array([max_local_numel(layout) for layout in use.to_layouts], dtype=np.int64)
-            return self._copied(held, use, np.maximum(0, use.lands - wanted))
         settled = self._settled(use.from_layouts, held)[:, None]
-        if claim.kind == "saved":
-            return np.where(settled == rows, rows, self._settled(use.to_layouts, held)[None, :])
-        let_go = (rows == columns) | (settled == columns)  # an all-reduce sums in its result
-        if claim.kind == "late":
-            let_go |= (use.lands > 0) & (use.joins == 0)
-        sent = np.where(use.packs > 0, self._copied(held, use, use.packs), self._sent(held, use))
-        return np.where(let_go | held.shares, NOTHING, sent)
-
-    def _copied(self, held: Held, use: Use, elements: Index) -> Index:
-        """Numbers of copies of so many elements, that no other use shares."""
-        itemsize, only = held.value.dtype.itemsize, (use.edge.consumer, use.edge.port)
-        numbers = {n: self.prices.number((n,), itemsize, only) for n in np.unique(elements).tolist() if n}
-        return np.array([[numbers.get(n, NOTHING) for n in row] for row in elements.tolist()])
+        if claim.kind == "flight":  # an all-reduce sums in its result
+            let_go = (rows == columns) | (settled == columns)
+            return np.where(let_go | held.shares, NOTHING, self._sent(held, use))
+        return np.where(settled == rows, rows, self._settled(use.to_layouts, held)[None, :])
 
     def _settled(self, layouts: list[Layout], held: Held) -> Index:
         """Numbers of the layouts once their sums are reduced."""

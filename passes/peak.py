@@ -15,19 +15,7 @@ from stpart_compiler.passes.held import NOTHING, MemoryMaker, own_bytes
 from stpart_compiler.passes.problem import BuildProblem, SolverOptions, evaluate, group_price
 from stpart_compiler.passes.quotient import Producer
 from stpart_compiler.passes.space import ParamChoices, Space, strategy_of
-from stpart_compiler.passes.timeline import (
-    COPIES,
-    PER_OP,
-    Claim,
-    Course,
-    Held,
-    Point,
-    SpanKey,
-    Timeline,
-    course,
-    running,
-    shares,
-)
+from stpart_compiler.passes.timeline import Claim, Course, Held, Point, SpanKey, Timeline, course, shares
 from stpart_compiler.passes.uses import Assignment, Use
 
 
@@ -74,11 +62,11 @@ class TrySets:
                 held.setdefault((key[0], number), []).append(key)
         if len(self.sizes) < len(self.prices.numbers):
             self.sizes = self.maker.layout_bytes()
-        total = np.full(PER_OP * len(way.ops), self.always, dtype=np.int64)
+        total = np.full(2 * len(way.ops), self.always, dtype=np.int64)
         for (_, number), keys in held.items():
             counts = [way.counts(key) for key in keys]
             total += self.sizes[number] * (counts[0] if len(counts) == 1 else np.max(np.stack(counts), axis=0))
-        total[running(0) :: PER_OP] += self._own(way)
+        total[::2] += self._own(way)
         return int(total.max(initial=self.always))
 
     def _number(self, key: SpanKey, way: Course) -> int:
@@ -88,7 +76,7 @@ class TrySets:
             value = way.values[producer]
             held = Held(producer, value, shares(self.space.graph, value.key), [])
             demand = self.maker.demand(held, Claim(kind, use, np.ones(1, dtype=np.int64)))
-            hidden = kind in ("made", *COPIES) and held.shares
+            hidden = kind in ("made", "flight") and held.shares
             self.numbers[key] = NOTHING if demand is None or hidden else demand.at(self.only)
         return self.numbers[key]
 

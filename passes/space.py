@@ -21,7 +21,7 @@ from stpart_compiler.cost_models.communication import LinkCost, temporal_seconds
 from stpart_compiler.cost_models.compute import ALL, Computed, combining_seconds, copy_seconds, op_seconds
 from stpart_compiler.ir.layout import Atom, Digit, Layout, form, max_local_numel, replicated, shard
 from stpart_compiler.ir.mesh import Mesh
-from stpart_compiler.ir.redistribute import End, redistribution_way
+from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.ir.rule import SUM, TensorMap, block_shape
 from stpart_compiler.ir.spacetime import MOVE, SLICE, Derived, Port, Shift, Slices, Strategy, derive, factor_atom
 from stpart_compiler.passes.hops import Hops, busiest, skips_blocks
@@ -54,28 +54,12 @@ Array = npt.NDArray[np.float64]
 
 
 class _Lying(NamedTuple):
-    """A layout: its number, that of what lies inside of its outermost dim, in how many parts that dim is, and the
-    elements of its largest block."""
+    """A layout: its number, that of what lies inside of its outermost dim, and the elements of its largest block."""
 
     layout: Layout
     number: int
     inner: int
-    outer: int
     numel: int
-
-
-class Relaid(NamedTuple):
-    """A re-layout: seconds of its transfers, and of the local copies beside them. `packs`: elements that are copied to
-    be sent; `lands`: elements that arrive, of which a copy is made; `joins`: with what the rank has itself."""
-
-    seconds: float
-    local: float
-    packs: int
-    lands: int
-    joins: bool
-
-
-KEPT = Relaid(0.0, 0.0, 0, 0, False)
 
 
 @dataclass(frozen=True)
@@ -95,49 +79,44 @@ class Costs:
 
     def priced(self, source: Layout, target: Layout, itemsize: int) -> tuple[float, float]:
         """Seconds of the transfers of a re-layout, and of the local copies beside them."""
-        return self._between(self._lying(source), self._lying(target), itemsize)[:2]
+        return self._between(self._lying(source), self._lying(target), itemsize)
 
     def table(self, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: int) -> Array:
-        """[source, target] -> as in `Relaid`."""
+        """[source, target] -> seconds as in `priced`."""
         rows, columns = ([self._lying(layout) for layout in side] for side in (sources, targets))
-        return np.array([[self._between(a, b, itemsize) for b in columns] for a in rows], dtype=np.float64)
+        return np.array([[self._between(a, b, itemsize) for b in columns] for a in rows])
 
-    def _between(self, source: _Lying, target: _Lying, itemsize: int) -> Relaid:
+    def _between(self, source: _Lying, target: _Lying, itemsize: int) -> tuple[float, float]:
         key = (source.number, target.number, itemsize)
         found = self.known.get(key)
         if found is None:
             found = self.known[key] = self._priced(source, target, itemsize)
         return found
 
-    def _priced(self, source: _Lying, target: _Lying, itemsize: int) -> Relaid:
+    def _priced(self, source: _Lying, target: _Lying, itemsize: int) -> tuple[float, float]:
         """Local copies: blocks that differ in their outermost dim alone, or not at all, are sent where they are.
 
         Nothing hides the others.
         """
         if source.number == target.number:
-            return KEPT
-        way = redistribution_way(source.layout, target.layout, self.mesh, itemsize, self.link)
-        if way.first is None or way.last is None:
-            return KEPT
-        lands = _lands(way.last, source, target)
-        copies = _packs(way.first, source, target), lands, lands > 0 and way.last.kind == "exchange"
-        if source.inner == target.inner:
-            return Relaid(way.seconds, 0.0, *copies)
-        return Relaid(way.seconds, copy_seconds(max(source.numel, target.numel) * itemsize, self.cluster), *copies)
+            return 0.0, 0.0
+        seconds = redistribution_cost(source.layout, target.layout, self.mesh, itemsize, self.link)
+        if not seconds or source.inner == target.inner:
+            return seconds, 0.0
+        return seconds, copy_seconds(max(source.numel, target.numel) * itemsize, self.cluster)
 
     def _lying(self, layout: Layout) -> _Lying:
         found = self.lying.get(layout)
         if found is None:
             atoms = tuple(atom for dim in layout.dims for atom in dim if atom.size > 1)
             number = self.inner.setdefault(atoms[1:], len(self.inner))
-            outer = atoms[0].parts if atoms else 1
-            found = self.lying[layout] = _Lying(layout, len(self.lying), number, outer, max_local_numel(layout))
+            found = self.lying[layout] = _Lying(layout, len(self.lying), number, max_local_numel(layout))
         return found
 
     # Prices asked for before, as identical tensors are common, and what is known of layouts:
 
     @cached_property
-    def known(self) -> dict[tuple[int, int, int], Relaid]:
+    def known(self) -> dict[tuple[int, int, int], tuple[float, float]]:
         return {}
 
     @cached_property
@@ -254,27 +233,6 @@ class Costs:
             for tensor, port, value in (*operands, *results)
             if port.motion == MOVE and value is not None
         ]
-
-
-def _packs(sent: End, source: _Lying, target: _Lying) -> int:
-    """Elements of rows of parts that are no rows of the block, or of pieces cut out of it."""
-    if source.inner == target.inner or sent.kind in ("all_gather", "all_reduce"):
-        return 0
-    if sent.kind == "exchange":
-        return int(sent.elements) if sent.elements < source.numel else 0
-    return source.numel if sent.kind == "reduce_scatter" or target.outer <= source.outer else 0
-
-
-def _lands(received: End, source: _Lying, target: _Lying) -> int:
-    """Elements of rows that are none of the block, or of several pieces."""
-    if received.kind in ("all_reduce", "reduce_scatter"):
-        return 0
-    if received.kind == "exchange":
-        sums = source.layout.partial != target.layout.partial
-        joins = sums or received.messages > 1 or received.elements < target.numel
-        return int(received.elements) if joins else 0
-    turned = source.inner != target.inner and not (received.kind == "all_to_all" and target.outer < source.outer)
-    return target.numel if turned else 0
 
 
 @dataclass

@@ -14,7 +14,6 @@ from torch._ops import OpOverload
 
 from stpart_compiler.cost_models.liveness import storage_base
 from stpart_compiler.ir.program import Instr, RankProgram, Value, collective_kind
-from stpart_compiler.runtime.local_ops import MAKES_NEW
 
 Span = tuple[int, int]
 """The first and the last instruction of something."""
@@ -47,11 +46,11 @@ def _in_place(instr: Instr) -> Instr:
 def _owners(program: RankProgram) -> dict[str, Value]:
     """Value -> the value that owns its storage, of values whose storage an operator of the program makes.
 
-    Other functions of several ops may give back what they are given; operators say in their schema where they do.
+    Functions of several ops may give back what they are given; operators say in their schema where they do.
     """
     owner: dict[str, Value] = {}
     for instr in program.body:
-        base, makes = storage_base(instr), isinstance(instr.target, OpOverload) or instr.target in MAKES_NEW
+        base, makes = storage_base(instr), isinstance(instr.target, OpOverload)
         for value in instr.outs:
             if value is not None and base is None and makes:
                 owner[value.name] = value

@@ -1,10 +1,9 @@
 """What a rank holds at each program point that can be the peak, per class of values, whatever the placements.
 
-The points of a step are its ops in the order of `passes/schedule.py`: where what an op reads has arrived (`landed`),
-first its first operand, then others, where it runs (operands and results are there together), and where the transfers
-of its results have started (`sent`). A *claim* says that at a point so many values of a class are held in a layout: the
-one they are made in, the one a use asks for, or the one they are saved in. Claims of one value on the same layout share
-one tensor.
+The points of a step are its ops in the order of `passes/schedule.py`: where an op runs (operands and results are there
+together), and right after it, where the transfers of its results have started. A *claim* says that at a point so many
+values of a class are held in a layout: the one they are made in, the one a use asks for, or the one they are saved in.
+Claims of one value on the same layout share one tensor.
 
 Identical layers make the counts linear in the layer's number, so only the points of the first and the last layer can be
 the peak; of these, a point at which no count is larger than at another one is left out too. Small values are counted,
@@ -13,7 +12,6 @@ but not looked at for this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -35,38 +33,9 @@ Span = tuple[int, int]
 SMALL = 1e-3
 """Values of less than this part of the largest one do not make a point of their own."""
 
-COPIED = 1 / 16
-"""Values of less than this part of the largest one are not looked at for the copies that transfers make of them."""
-
-ClaimKind = Literal["made", "read", "flight", "saved", "packing", "packed", "arriving", "late", "landing"]
+ClaimKind = Literal["made", "read", "flight", "saved"]
 """made: as produced. read: as the use asks for it. flight: as produced, until a use that asks for another layout has
-it. saved: as produced, or where that is pending as the use asks for it.
-
-Of large values what is sent may be a copy (packing: what it is made of, at that moment; packed: the copy, of what stays
-itself), and so may be what a use gets of what has arrived (landing; arriving: what there is more of it, of summands;
-late: flight, if it is none)."""
-
-PER_OP = 4
-"""Positions of an op."""
-
-
-def landed(t: int, port: int = 0) -> int:
-    """Where what op t reads has arrived, and may be copied: the first operand, then the others."""
-    return PER_OP * t + min(port, 1)
-
-
-def running(t: int) -> int:
-    """Where op t runs."""
-    return PER_OP * t + 2
-
-
-def sent(t: int) -> int:
-    """Where transfers of what op t makes have started."""
-    return PER_OP * t + 3
-
-
-COPIES = ("flight", "packing", "late")
-"""Claims on what a value that shares memory has none of."""
+it. saved: as produced, or where that is pending as the use asks for it."""
 
 
 When = tuple[tuple[int, bool], ...]
@@ -127,7 +96,7 @@ def timeline(graph: Annotated, cost: LinkCost, again: frozenset[str] = NOTHING_A
 
 @dataclass(frozen=True)
 class Course:
-    """Every op of a step in order, not only those that can be the peak.
+    """Every op of a step in order, not only those that can be the peak: op t runs at position 2t.
 
     `backward`: number of the first op of backward. `spans`: positions at which values are held, both ends included,
     per class of values and claim.
@@ -141,7 +110,7 @@ class Course:
 
     def counts(self, key: SpanKey) -> Counts:
         """Values held at each position."""
-        return _counts(self.spans[key], PER_OP * len(self.ops))
+        return _counts(self.spans[key], 2 * len(self.ops))
 
 
 def course(graph: Annotated, cost: LinkCost, again: frozenset[str] = NOTHING_AGAIN) -> Course:
@@ -174,7 +143,7 @@ def _walked(graph: Annotated, cost: LinkCost, again: frozenset[str]) -> tuple[li
     spans = Spans(graph)
     forward = walked_forward(graph, cost, order, spans)
     if order.training:
-        end = PER_OP * len(order.forward)
+        end = 2 * len(order.forward)
         backward = Walk(graph, order.backward, cost, order.resting | set(order.saved), end)
         for key, param in order.grads:
             backward.give(key, use_of_grad(graph, param))
@@ -195,30 +164,11 @@ class Spans:
     def __post_init__(self) -> None:
         self.param_class = quotient(self.graph).param_class
         self.producers: dict[ValueKey, Producer] = {}
-        self.copied = COPIED * max((_bytes(self.graph, key) for key in self.graph.values), default=0)
 
     def producer(self, key: ValueKey) -> Producer:
         if key not in self.producers:
             self.producers[key] = producer_of(self.graph, key, self.param_class)
         return self.producers[key]
-
-    def of_read(self, key: ValueKey, port: int, reads: Reads, made: int | None) -> Iterator[tuple[ClaimKind, Span]]:
-        """What is held for a use. `made`: the op of the phase that makes the value; None: it was there before."""
-        start = reads.start if made is None else sent(made)
-        lands = reads.lands(port)
-        yield "read", (start, reads.last)
-        if _bytes(self.graph, key) < self.copied:
-            if made is not None:
-                yield "flight", (start, reads.first)
-            return
-        if made is None or shares(self.graph, key):
-            yield "packed", (start, lands)
-        if made is not None:
-            yield "packing", (start, start)
-            yield "flight", (start, lands - 1)
-            yield "late", (lands, reads.first)
-        yield "arriving", (start, lands - 1)
-        yield "landing", (lands, lands)
 
     def add(self, key: ValueKey, kind: ClaimKind, use: Use | None, span: Span, when: When = ALWAYS) -> None:
         producer = self.producer(key)
@@ -242,10 +192,6 @@ class Reads:
     first: int
     last: int
 
-    def lands(self, port: int) -> int:
-        """Where what the first of them reads has arrived: before the op runs, or where the phase ends."""
-        return landed(self.first // PER_OP, port) if _runs(self.first) else self.first
-
     def join(self, start: int, first: int, last: int) -> None:
         self.start, self.first, self.last = min(self.start, start), min(self.first, first), max(self.last, last)
 
@@ -256,13 +202,13 @@ def until_given(ahead: Ahead, made: int, end: int) -> tuple[int, int, int]:
     `end`: the last position of the phase.
     """
     waited = ahead.end(made)
-    return sent(made), end if waited is None else running(waited), end
+    return 2 * made, end if waited is None else 2 * waited, end
 
 
 class Walk:
     """Goes through the ops of a phase, from last to first, and notes how long each value is read.
 
-    Positions are `offset` later than those of the phase.
+    Position 2t + offset is op t running, the next one is after it.
     """
 
     def __init__(
@@ -272,7 +218,7 @@ class Walk:
         self.ops = ops
         self.resting = resting
         self.offset = offset
-        self.end = sent(len(ops) - 1)
+        self.end = 2 * len(ops) - 1
         self.place = {op.name: t for t, op in enumerate(ops)}
         self.reads: dict[ValueKey, dict[Use, Reads]] = {}
         self.last: dict[ValueKey, int] = {}
@@ -292,12 +238,12 @@ class Walk:
         begins = self.ahead.begins()
         for t in reversed(range(len(self.ops))):
             op = self.ops[t]
-            ends = [running(t), *(self.last.get((op.name, r), 0) for r in range(len(op.call.results)))]
-            last = max(ends) if is_view(op.call.target) else running(t)
+            ends = [2 * t, *(self.last.get((op.name, r), 0) for r in range(len(op.call.results)))]
+            last = max(ends) if is_view(op.call.target) else 2 * t
             for port, key in enumerate(op.operands):
                 if self.last.get(key, 0) > last:
                     spans.lasting.add((op.klass, port))
-                self._touch(key, (op.klass, port), landed(begins[t]), running(t), last)
+                self._touch(key, (op.klass, port), 2 * begins[t], 2 * t, last)
         for key, uses in self.reads.items():
             self._note(spans, key, uses)
         for op in self.ops:
@@ -319,15 +265,19 @@ class Walk:
 
     def _note(self, spans: Spans, key: ValueKey, uses: dict[Use, Reads]) -> None:
         made = self.place.get(key[0])
+        fresh = made is not None and key not in self.resting
         for use, reads in uses.items():
-            for kind, span in spans.of_read(key, use[1], reads, None if key in self.resting else made):
-                spans.add(key, kind, use, self._at(*span))
+            if fresh and made is not None:
+                spans.add(key, "read", use, self._at(2 * made + 1, reads.last))
+                spans.add(key, "flight", use, self._at(2 * made + 1, reads.first))
+            else:
+                spans.add(key, "read", use, self._at(reads.start, reads.last))
 
     def _note_made(self, spans: Spans, op: OpNode) -> None:
         t = self.place[op.name]
         for r, result in enumerate(op.call.results):
             if result is not None:
-                spans.add((op.name, r), "made", None, self._at(running(t), running(t)))
+                spans.add((op.name, r), "made", None, self._at(2 * t, 2 * t))
 
     def _at(self, start: int, end: int) -> Span:
         return start + self.offset, end + self.offset
@@ -340,7 +290,7 @@ def _add_saved(spans: Spans, forward: Walk, backward: Walk, order: Orders) -> No
     """
     uses: dict[Producer, Use] = {}
     for key in order.saved:
-        made = sent(forward.place[key[0]])
+        made = 2 * forward.place[key[0]] + 1
         first = min(backward.reads[key].items(), key=lambda item: item[1].first)[0]
         use = uses.setdefault(spans.producer(key), first)
         spans.add(key, "saved", use, (made, backward.offset + backward.last[key]))
@@ -348,16 +298,16 @@ def _add_saved(spans: Spans, forward: Walk, backward: Walk, order: Orders) -> No
 
 def folded(graph: Annotated, ops: list[OpNode], spans: Spans) -> Timeline:
     """Counts per class, at the points that can be the peak."""
-    keys = [key for key in spans.found if not (key[1] in ("made", *COPIES) and shares(graph, spans.value[key[0]]))]
+    keys = [key for key in spans.found if not (key[1] in ("made", "flight") and shares(graph, spans.value[key[0]]))]
     largest = max((_bytes(graph, key) for key in graph.values), default=0)
     large = np.array([_bytes(graph, spans.value[key[0]]) >= SMALL * largest for key in keys], dtype=np.bool_)
     ends = _ends(ops)
-    counts = np.array([_counts(spans.found[key], PER_OP * len(ops))[ends] for key in keys], dtype=np.int64)
+    counts = np.array([_counts(spans.found[key], 2 * len(ops))[ends] for key in keys], dtype=np.int64)
     counts = counts.reshape(len(keys), -1)
     chosen = _chosen(counts[large], ends, ops)
     counts = counts[:, chosen]
     places = [ends[n] for n in chosen]
-    points = [Point(ops[at // PER_OP].klass if _runs(at) else -1, ops[at // PER_OP].name) for at in places]
+    points = [Point(ops[at // 2].klass if at % 2 == 0 else -1, ops[at // 2].name) for at in places]
     claims: dict[Producer, list[Claim]] = {}
     for (producer, kind, use, when), row in zip(keys, counts, strict=True):
         if row.any():
@@ -392,17 +342,12 @@ def _ends(ops: list[OpNode]) -> list[int]:
             places.setdefault((op.klass, op.name in ran), []).append(t)
             ran.add(op.name)
     kept = {t for ts in places.values() for t in (*ts[:2], *ts[-2:])}
-    return sorted(at for t in kept for at in range(landed(t), sent(t) + 1))
-
-
-def _runs(at: int) -> bool:
-    """Whether an op runs at a position."""
-    return at % PER_OP == running(0)
+    return sorted(2 * t + after for t in kept for after in (0, 1))
 
 
 def _chosen(counts: Counts, ends: list[int], ops: list[OpNode]) -> list[int]:
     """Which of the positions can be the peak."""
-    own = [ops[at // PER_OP].klass if _runs(at) and _has_own(ops[at // PER_OP]) else -1 for at in ends]
+    own = [ops[at // 2].klass if at % 2 == 0 and _has_own(ops[at // 2]) else -1 for at in ends]
     by_point = np.ascontiguousarray(counts.T.astype(np.int32))
     rows = np.empty_like(by_point)
     kept: list[int] = []

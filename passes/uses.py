@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -24,11 +23,6 @@ FORBIDDEN = 10**12
 
 Assignment = dict[int, int]
 Pair = tuple[int, int]
-Elements = npt.NDArray[np.int64]
-
-
-def _never() -> Elements:
-    return np.zeros((1, 1), dtype=np.int64)
 
 
 @dataclass
@@ -37,9 +31,7 @@ class Use:
 
     `apart[i, j]`: the slices by which a re-layout is made, of those that are not made at once. `from_ids`, `to_ids`:
     numbers of the layouts, equal for equal layouts, over all uses; `slice_ids[i, j]`: of an operand that comes in
-    slices that of what is held instead. `packs[i, j]`, `lands[i, j]`: elements that a re-layout copies before it sends
-    them, and after they have arrived; `joins[i, j]`: 1 where it joins those with what a rank has itself. `when`: of a
-    use by what may run again, the root that chooses whether it does.
+    slices that of what is held instead. `when`: of a use by what may run again, the root that chooses whether it does.
     """
 
     edge: Edge
@@ -54,9 +46,6 @@ class Use:
     from_ids: list[int]
     to_ids: list[int]
     slice_ids: dict[Pair, int]
-    packs: Elements = field(default_factory=_never)
-    lands: Elements = field(default_factory=_never)
-    joins: Elements = field(default_factory=_never)
     when: int | None = None
 
     @property
@@ -102,16 +91,14 @@ class Prices:
     """Numbers layouts and prices re-layouts between them, each table of them once: what compute does not hide.
 
     `uses`: all that were asked for. `by_slices`: those of gradients that may be reduced by slices. `numbers`: by
-    layouts that are held together (or so many elements of none), bytes of an element, and the use, if no other one
-    shares what is held.
+    layouts that are held together, bytes of an element, and the use, if no other one shares what is held.
     """
 
     def __init__(self, space: Space) -> None:
         self.space = space
         self.overlap = Overlap(space)
-        self.numbers: dict[tuple[tuple[Layout | int, ...], int, Pair | None], int] = {}
+        self.numbers: dict[tuple[tuple[Layout, ...], int, Pair | None], int] = {}
         self.tables: dict[object, list[list[int]]] = {}
-        self.copied: dict[object, list[Elements]] = {}
         self.uses: dict[tuple[Producer, int, int], Use] = {}
         self.by_slices: dict[Producer, Use] = {}
 
@@ -123,9 +110,7 @@ class Prices:
         hidden = self.overlap.seconds(edge, sources, targets)
         apart = self._apart(edge, sources, targets)
         key = (tuple(from_ids), tuple(to_ids), itemsize, hidden, tuple(apart.items()))
-        sides = (from_root, sources, from_members, to_root, targets, to_members)
-        packs, lands, joins = self._copies(sources, targets, itemsize, apart)
-        use = Use(edge, *sides, apart, [], from_ids, to_ids, {}, packs, lands, joins)
+        use = Use(edge, from_root, sources, from_members, to_root, targets, to_members, apart, [], from_ids, to_ids, {})
         if key not in self.tables:
             table = self.table(use.from_layouts, use.to_layouts, itemsize, hidden)
             self.tables[key] = self.with_slices(table, use, itemsize, hidden) if apart else table
@@ -159,28 +144,9 @@ class Prices:
         sent = () if slices.is_outer else (slices.largest(use.from_layouts[i]),)  # made contiguous
         return self.number((part, part, *sent), edge.value.dtype.itemsize, (edge.consumer, edge.port))
 
-    def _copies(
-        self, sources: list[Port], targets: list[Port], itemsize: int, apart: dict[Pair, Slices]
-    ) -> list[Elements]:
-        """As in `copies`; slices are held in another way."""
-        found = self.copies([port.layout for port in sources], [port.layout for port in targets], itemsize)
-        if apart:
-            found = [elements.copy() for elements in found]
-            for at, elements in itertools.product(apart, found):
-                elements[at] = 0
-        return found
-
-    def copies(self, sources: list[Layout], targets: list[Layout], itemsize: int) -> list[Elements]:
-        """[source, target] -> what `Use` says of the copies that re-layouts make."""
-        key = (tuple(sources), tuple(targets), itemsize)
-        if key not in self.copied:
-            table = self.space.costs.table(sources, targets, itemsize)
-            self.copied[key] = [np.ascontiguousarray(table[..., n]).astype(np.int64) for n in (2, 3, 4)]
-        return self.copied[key]
-
     def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: Beside) -> list[list[int]]:
         """Prices of all pairs, with `hidden` seconds of compute beside them."""
-        transfer, local = np.moveaxis(self.space.costs.table(sources, targets, itemsize), -1, 0)[:2]
+        transfer, local = np.moveaxis(self.space.costs.table(sources, targets, itemsize), -1, 0)
         mean = self.exposed(transfer, np.minimum.outer(hidden.sources, hidden.targets), hidden.share)
         found: list[list[int]] = np.rint((mean + local) * 1e9).astype(np.int64).tolist()
         return found
@@ -205,8 +171,8 @@ class Prices:
             found[i][j] = self._ns(len(slices.atoms) * part, local, hidden, (i, j))
         return found
 
-    def number(self, layouts: tuple[Layout | int, ...], itemsize: int, only: Pair | None = None) -> int:
-        """Number of what is held of a value with this element size: in a layout, parts of it in several, or elements.
+    def number(self, layouts: tuple[Layout, ...], itemsize: int, only: Pair | None = None) -> int:
+        """Number of what is held of a value with this element size: in a layout, or parts of it in several.
 
         `only`: the use, where no other one shares them.
         """

@@ -87,7 +87,7 @@ class Tables:
         self._independent: dict[tuple[int, ...], bool] = {}
         self._coords = [tuple(coords.values()) for coords in mesh.coords]
         self.paths: dict[Any, Any] = {}  # kept for `redistribute`: pattern -> candidate paths
-        self.ways: dict[Any, Any] = {}  # kept for `redistribute`: pattern, scale, bytes an element, cost -> way
+        self.prices: dict[Any, float] = {}  # kept for `redistribute`: pattern, scale, bytes an element, cost -> seconds
         self.legs: dict[Any, Any] = {}  # kept for `redistribute`: pattern of two stops -> the step between them
         self._evenly: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         self._apart: dict[int, list[int]] = {}

@@ -93,22 +93,6 @@ class _Path(NamedTuple):
     charges: tuple[Charges, ...]
 
 
-class End(NamedTuple):
-    """The first or the last transfer: `elements` go over the wire at the busiest rank, in so many `messages`."""
-
-    kind: str
-    elements: float
-    messages: int
-
-
-class Way(NamedTuple):
-    """What going from one layout to another takes; `first` and `last` are None where nothing is sent."""
-
-    seconds: float
-    first: End | None = None
-    last: End | None = None
-
-
 class _Pattern(NamedTuple):
     """What the choice of paths depends on: cut atoms only, in a fixed order, and pending digits on both sides."""
 
@@ -116,9 +100,6 @@ class _Pattern(NamedTuple):
     source: tuple[int, ...]
     target: tuple[int, ...]
     combine: str
-
-
-NOWHERE = Way(0.0)
 
 
 @lru_cache(maxsize=50_000)
@@ -150,47 +131,36 @@ def redistribution_cost(
     source: Layout, target: Layout, mesh: Mesh, itemsize: int, cost: StepCost | None = None
 ) -> float:
     """Seconds of the steps that `redistribute` chooses, for elements of `itemsize` bytes. Local steps cost nothing."""
-    return redistribution_way(source, target, mesh, itemsize, cost).seconds
-
-
-def redistribution_way(source: Layout, target: Layout, mesh: Mesh, itemsize: int, cost: StepCost | None = None) -> Way:
-    """As `redistribution_cost`, with the first and the last of the transfers."""
     if source is target:
-        return NOWHERE
+        return 0.0
     table = tables(mesh)
     pair = table.pair(source, target)
     if pair is None or _combine_differently(source, target):
-        return _detour(source, target, mesh, itemsize, cost)
+        return _detour_cost(source, target, mesh, itemsize, cost)
     pattern, scale, _ = _pattern(table, pair)
     key = (pattern, scale, itemsize, cost)
-    way: Way | None = table.ways.get(key)
-    if way is None:
-        way = table.ways[key] = _pattern_way(table, pattern, scale, itemsize, cost or PlainCost())
-    return way
+    seconds: float | None = table.prices.get(key)
+    if seconds is None:
+        seconds = table.prices[key] = _pattern_cost(table, pattern, scale, itemsize, cost or PlainCost())
+    return seconds
 
 
-def _pattern_way(table: Tables, pattern: _Pattern, scale: int, itemsize: int, cost: StepCost) -> Way:
+def _pattern_cost(table: Tables, pattern: _Pattern, scale: int, itemsize: int, cost: StepCost) -> float:
     seconds, path = _cheapest(table, pattern, scale, cost)
-    if not seconds:
-        return NOWHERE
-    if itemsize != PLAN_ITEMSIZE:
-        seconds = _seconds(path.charges, scale * itemsize, cost)
-    ends = (path.charges[0][-1], path.charges[-1][-1])
-    return Way(seconds, *(End(kind, elements * scale, messages) for kind, _, elements, _, messages, _ in ends))
+    if itemsize == PLAN_ITEMSIZE or not seconds:
+        return seconds
+    return _seconds(path.charges, scale * itemsize, cost)
 
 
-def _detour(source: Layout, target: Layout, mesh: Mesh, itemsize: int, cost: StepCost | None) -> Way:
+def _detour_cost(source: Layout, target: Layout, mesh: Mesh, itemsize: int, cost: StepCost | None) -> float:
     if not math.prod(source.shape):
-        return NOWHERE
+        return 0.0
 
-    def by(middle: Layout, size: int) -> list[Way]:
-        return [redistribution_way(*ends, mesh, size, cost) for ends in ((source, middle), (middle, target))]
+    def by(middle: Layout, size: int) -> float:
+        return sum(redistribution_cost(*ends, mesh, size, cost) for ends in ((source, middle), (middle, target)))
 
-    def seconds(middle: Layout) -> float:
-        return sum(way.seconds for way in by(middle, PLAN_ITEMSIZE))
-
-    one, two = by(min(_detours(tables(mesh), source, target), key=seconds), itemsize)
-    return Way(one.seconds + two.seconds, one.first or two.first, two.last or one.last)
+    best = min(_detours(tables(mesh), source, target), key=lambda middle: by(middle, PLAN_ITEMSIZE))
+    return by(best, itemsize)
 
 
 def step_traffic(step: Step, mesh: Mesh) -> Traffic:

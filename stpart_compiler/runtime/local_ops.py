@@ -47,10 +47,6 @@ def zeros_beside(
     return tuple(zero_beside(x, *one) if one is not None else None for one in made)
 
 
-MAKES_NEW = frozenset((zero_beside, full_beside, zeros_beside))
-"""Functions whose results are no part of what they are given."""
-
-
 def span_length(span: Span) -> int:
     """Number of positions in the block."""
     return math.prod(high - low for _, _, low, high in span)

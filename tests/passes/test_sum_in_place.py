@@ -12,7 +12,6 @@ from stpart_compiler.passes.sum_in_place import SumInPlace
 from stpart_compiler.passes.verify import verify_programs
 from stpart_compiler.passes.verify_rank import VerificationError
 from stpart_compiler.runtime import ops
-from stpart_compiler.runtime.local_ops import zero_beside
 from stpart_compiler.runtime.lockstep import run_lockstep
 
 assert ops.NAMESPACE == "stpart"  # the operators exist once this module is imported
@@ -99,11 +98,6 @@ def summed_twice(build: Builder, x: Value) -> list[Value]:
     return [reduced(build, reduced(build, neg(build, x)))]
 
 
-def of_an_empty_block(build: Builder, x: Value) -> list[Value]:
-    zeros = build.call(zero_beside, (x, list(SHAPE), x.dtype), shape=SHAPE, dtype=x.dtype)
-    return [reduced(build, zeros)]
-
-
 CASES: list[tuple[Body, list[bool]]] = [
     (made_here, [True]),
     (through_a_view, [True]),
@@ -116,7 +110,6 @@ CASES: list[tuple[Body, list[bool]]] = [
     (summed_twice_at_once, [False, False]),
     (sent_meanwhile, [False]),
     (summed_twice, [True, True]),
-    (of_an_empty_block, [True]),
 ]
 
 
