@@ -37,7 +37,7 @@ from stpart_compiler.cost_models.timeline import (
     RankTimeline,
     Simulation,
 )
-from stpart_compiler.ir.program import Instr, collective_kind, sums_in_place
+from stpart_compiler.ir.program import SMALL_CHANNEL, Instr, collective_kind, sums_in_place
 
 
 class DeadlockError(ValueError):
@@ -237,9 +237,12 @@ class _Simulation:
         return True
 
     def _hidden(self, instr: Instr) -> float:
-        """The part of a transfer's time beside compute that costs nothing."""
+        """The part of a transfer's time beside compute that costs nothing: all that of small tensors, if any."""
+        hidden = self.cluster.hidden
+        if instr.channel == SMALL_CHANNEL:
+            return float(hidden.collectives > 0)
         of_a_loop = instr.kind == "exchange" and instr.origin.step is not None
-        return self.cluster.hidden.exchanges if of_a_loop else self.cluster.hidden.collectives
+        return hidden.exchanges if of_a_loop else hidden.collectives
 
     def _message_ends(self, rank: _Rank, instr: Instr) -> list[tuple[int, _End]]:
         """Per message that moves bytes, its tag and this rank's end of it: the sends first."""

@@ -5,7 +5,7 @@ for the last product begins as long before it as it takes, but at least one prod
 early that it is over when its own product runs and when the next fetch begins. A fetch is taken to be that of a whole
 parameter from all ranks, and to take no longer than the product that it is for: what takes longer cannot be hidden, and
 would be held in vain. A result of a phase, such as a gradient, is waited for when at least `WAIT_AFTER` products have
-run since, with as much work as the one that made it.
+run since, with as much work as the one that made it. What is small takes the latency of an all-reduce.
 
 All of this follows from the order of the ops, the cluster and the mesh, not from placements, so that memory can be
 counted once per graph.
@@ -21,6 +21,7 @@ from itertools import accumulate
 from stpart_compiler.cost_models.communication import LinkCost
 from stpart_compiler.cost_models.compute import arithmetic_seconds, computed, flops
 from stpart_compiler.ir.layout import Atom, Layout, form, replicated
+from stpart_compiler.ir.program import SMALL
 from stpart_compiler.ir.redistribute import redistribution_cost
 from stpart_compiler.passes.order import is_heavy, views_of
 from stpart_compiler.passes.propagate import Annotated, OpNode
@@ -53,6 +54,9 @@ class Ahead:
         self._fetch = [min(times[ops[t].klass]) for t in self._heavy]
         self._before = [0, *accumulate(self._work)]
         self._gathering = _gathering(cost)
+        latency = _latency(cost)
+        self._small = [latency if _reads_small(graph, op) else 0 for op in ops]
+        self._made_small = [latency if _makes_small(graph, op) else 0 for op in ops]
 
     def late_fetch(self) -> OpNode | None:
         """The heavy op that waits longest for its parameters because nothing has come when a phase begins.
@@ -95,14 +99,15 @@ class Ahead:
             if number < len(self._heavy) and self._heavy[number] == t:
                 start -= self._fetch[number]
             if number:
-                first = max(bisect_right(self._before, start) - 1, 0)
+                needed = min(start, self._before[number] - self._small[t])
+                first = max(bisect_right(self._before, needed) - 1, 0)
                 found[t] = self._heavy[min(first, number - 1)]
         return found
 
     def end(self, t: int) -> int | None:
         """The heavy op before which a result of the phase is waited for that op t makes; None: the end of the phase."""
         number = bisect_right(self._heavy, t)
-        own = self._work[number - 1] if number else 0
+        own = max(self._work[number - 1] if number else 0, self._made_small[t])
         last = max(number + WAIT_AFTER - 1, bisect_left(self._before, self._before[number] + own))
         return self._heavy[last] if last < len(self._heavy) else None
 
@@ -111,8 +116,26 @@ def _times(graph: Annotated, op: OpNode, cost: LinkCost) -> tuple[Picoseconds, P
     """Of a heavy op whose work all ranks share, and of gathering the parameters that it reads."""
     compute = arithmetic_seconds(op.call, _work(op.call) / cost.mesh.world_size, cost.cluster.device)
     own = parameters(graph)
-    read = sum(graph.values[key].numel * graph.values[key].dtype.itemsize for key in op.operands if key[0] in own)
+    read = sum(graph.values[key].nbytes for key in op.operands if key[0] in own)
     return round(1e12 * compute), round(1e12 * read * _gathering(cost))
+
+
+def _reads_small(graph: Annotated, op: OpNode) -> bool:
+    """Whether an op reads a small parameter."""
+    own = parameters(graph)
+    return any(key[0] in own and graph.values[key].nbytes <= SMALL for key in op.operands)
+
+
+def _makes_small(graph: Annotated, op: OpNode) -> bool:
+    made = [graph.values[op.name, r] for r, result in enumerate(op.call.results) if result is not None]
+    return all(value.nbytes <= SMALL for value in made)
+
+
+def _latency(cost: LinkCost) -> Picoseconds:
+    """Of an all-reduce over all ranks."""
+    axes = tuple(axis for axis, n in cost.mesh.size.items() if n > 1)
+    n = cost.mesh.world_size
+    return round(1e12 * cost("all_reduce", n, 0.0, axes, 2 * (n - 1))) if axes else 0
 
 
 def _work(call: OpCall) -> float:

@@ -17,14 +17,11 @@ from stpart_compiler.ir.combine import PAIRWISE
 from stpart_compiler.ir.layout import Range, local_shape
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.placement import Box, extent
-from stpart_compiler.ir.program import COLLECTIVE_CHANNEL, P2P_CHANNEL, SMALL_CHANNEL, Builder, Pending, Value
+from stpart_compiler.ir.program import COLLECTIVE_CHANNEL, P2P_CHANNEL, SMALL, SMALL_CHANNEL, Builder, Pending, Value
 from stpart_compiler.ir.redistribute import Redistribution, Step, holds_zeros, step_boxes, step_flow
 from stpart_compiler.ir.relayout import Source
 
 aten = torch.ops.aten
-
-SMALL = 1 << 18
-"""Bytes of a tensor, as a whole, up to which its collectives are those of small tensors."""
 
 Shape = tuple[int, ...]
 Finish = Callable[[], Value]

@@ -44,7 +44,7 @@ class FloorPrices(Prices):
         transfer = floor_seconds(self.space.costs, sources, targets, itemsize)
         local = repackings(self.space.costs, sources, targets, itemsize) * (transfer > 0)
         most = np.minimum.outer(hidden.sources, hidden.targets)
-        prices = np.floor((self.exposed(transfer, most, hidden.share) + local) * 1e9).astype(np.int64)
+        prices = np.floor((self.exposed(transfer, most, hidden) + local) * 1e9).astype(np.int64)
         numbers: dict[Layout, int] = {}
         same = [[numbers.setdefault(layout, len(numbers)) for layout in side] for side in (sources, targets)]
         found: list[list[int]] = np.maximum(prices, np.not_equal.outer(*same)).tolist()

@@ -9,6 +9,9 @@ What is made is re-laid out at once, beside the products that run before it is r
 beside that of a weight, as far as it stays inside of hosts. Their order does not depend on placements; their work is
 shared by all ranks.
 
+Small tensors have collectives of their own, which take time but next to nothing else: each fetch and reduction of one
+has at least an equal part of the phase to hide behind.
+
 When a phase begins nothing has been fetched, and when it ends the last gradients are not reduced: there one fetch, and
 one reduction, is not hidden. Which ones is taken from a step in which all parameters are spread over all ranks
 (`passes/ahead.py`), so that it does not depend on placements.
@@ -26,6 +29,7 @@ from stpart_compiler.cost_models.cluster import groups_along
 from stpart_compiler.cost_models.communication import LinkCost, exchange_seconds
 from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.ir.layout import Layout
+from stpart_compiler.ir.program import SMALL
 from stpart_compiler.ir.spacetime import Port, Slices
 from stpart_compiler.passes.ahead import Ahead, parameters
 from stpart_compiler.passes.order import is_heavy, orders
@@ -38,12 +42,13 @@ from stpart_compiler.passes.space import Choices, Space, needs_of, ports_of
 class Beside(NamedTuple):
     """Seconds of compute beside re-layouts, per layout of the source and per one of the target: the smaller of both.
 
-    `share`: of all re-layouts of a use, those that have it.
+    `share`: of all re-layouts of a use, those that have it. `hidden`: the part of the time of both that costs nothing.
     """
 
     sources: tuple[float, ...]
     targets: tuple[float, ...]
     share: float
+    hidden: float
 
     def largest(self, i: int, j: int) -> float:
         """Seconds, at most, by which a re-layout from layout i to layout j is shorter."""
@@ -57,6 +62,7 @@ class Overlap:
         self.space = space.widest or space  # a part of a space has the prices of the whole
         self.graph = space.graph
         self.link = space.costs.cluster.link_for(space.mesh.axes, space.mesh)
+        self.hidden = space.costs.cluster.hidden.collectives
         self.known: dict[object, dict[tuple[Layout, Slices | None], float]] = {}
         self.idle: dict[int, list[float]] = {}
         cluster, mesh = space.costs.cluster, space.mesh
@@ -64,15 +70,32 @@ class Overlap:
 
     def seconds(self, edge: Edge, sources: Sequence[Port], targets: Sequence[Port]) -> Beside:
         """What hides a re-layout of this use, each time."""
+        found = Beside(*self._beside(edge, sources, targets), self.hidden)
+        comes_alone = (edge.consumer < 0 and edge.port >= 0) or (edge.consumer >= 0 and self._rests(edge))
+        if edge.value.nbytes > SMALL or not comes_alone:
+            return found
+        spare = self._spare(edge)
+        from_sources, from_targets = ([max(spare, own) for own in side] for side in (found.sources, found.targets))
+        return Beside(tuple(from_sources), tuple(from_targets), found.share, float(self.hidden > 0))
+
+    def _spare(self, edge: Edge) -> float:
+        """Seconds of the products of the phase for each small tensor that is fetched or reduced in it."""
+        forward, backward = _spare_seconds(self.graph, self.space.costs.link)
+        is_late = edge.consumer < 0 or self.space.choices[edge.consumer].op.name in self.graph.backward
+        return backward if is_late else forward
+
+    def _beside(
+        self, edge: Edge, sources: Sequence[Port], targets: Sequence[Port]
+    ) -> tuple[tuple[float, ...], tuple[float, ...], float]:
         fetches, results = _unhidden(self.graph, self.space.costs.link)
         if edge.consumer < 0:
             maker = self._maker(edge) if edge.port >= 0 else None
             share = self._share(maker, results)
-            return Beside(self._each(maker, edge, sources), (math.inf,) * len(targets), share)
+            return self._each(maker, edge, sources), (math.inf,) * len(targets), share
         if not self._rests(edge):
-            return Beside(self._beside_later(edge, sources), (math.inf,) * len(targets), 1.0)
+            return self._beside_later(edge, sources), (math.inf,) * len(targets), 1.0
         reader = self._reader(edge)
-        return Beside((math.inf,) * len(sources), self._each(reader, edge, targets), self._share(reader, fetches))
+        return (math.inf,) * len(sources), self._each(reader, edge, targets), self._share(reader, fetches)
 
     def _beside_later(self, edge: Edge, sources: Sequence[Port]) -> tuple[float, ...]:
         """Per layout of a value that is made, what runs before it is read: of transfers that stay inside of hosts.
@@ -117,7 +140,7 @@ class Overlap:
         is_param = kind == "param" or self.space.choices[klass].op.name in parameters(self.graph)
         if total is None or not (is_param or edge.consumer < 0):
             return 1.0
-        return edge.value.numel * edge.value.dtype.itemsize / total
+        return edge.value.nbytes / total
 
     def _by_layout(self, op: OpNode, edge: Edge) -> dict[tuple[Layout, Slices | None], float]:
         """Seconds of a product in which it leaves the links idle: of its strategies with that layout the least."""
@@ -197,7 +220,7 @@ def _bytes_beside(graph: Annotated) -> dict[int, int]:
     made, own = _gradients(graph), parameters(graph)
     regions = [members[0] for members in graph.classes if isinstance(members[0].call.target, Region)]
     return {
-        op.klass: made[op.name] + sum(_nbytes(graph, key) for key in dict.fromkeys(op.operands) if key[0] in own)
+        op.klass: made[op.name] + sum(graph.values[key].nbytes for key in dict.fromkeys(op.operands) if key[0] in own)
         for op in regions
     }
 
@@ -208,12 +231,8 @@ def _gradients(graph: Annotated) -> Counter[str]:
     for key, _ in orders(graph).grads:
         maker = _product_behind(graph, key)
         if maker is not None:
-            made[maker.name] += _nbytes(graph, key)
+            made[maker.name] += graph.values[key].nbytes
     return made
-
-
-def _nbytes(graph: Annotated, key: ValueKey) -> int:
-    return graph.values[key].numel * graph.values[key].dtype.itemsize
 
 
 @lru_cache(maxsize=8)
@@ -224,6 +243,15 @@ def _unhidden(graph: Annotated, cost: LinkCost) -> tuple[Counter[int], Counter[i
     fetches = Counter(op.klass for op in (phase.late_fetch() for phase in phases) if op is not None)
     last = phases[1].late_result(_gradients(graph))
     return fetches, Counter([last.klass] if last is not None else [])
+
+
+@lru_cache(maxsize=8)
+def _spare_seconds(graph: Annotated, cost: LinkCost) -> tuple[float, float]:
+    """Seconds of products for each fetch of a small parameter, in backward for each reduction of a gradient too."""
+    order = orders(graph)
+    small = sum(value.kind == "param" and value.nbytes <= SMALL for value in graph.values.values())
+    forward, backward = (sum(Ahead(graph, ops, cost).seconds().values()) for ops in (order.forward, order.backward))
+    return forward / max(1, small), backward / max(1, 2 * small)
 
 
 class _At(NamedTuple):

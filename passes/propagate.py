@@ -68,6 +68,10 @@ class ValueInfo:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
 
 @dataclass(eq=False)
 class Annotated:

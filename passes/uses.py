@@ -147,18 +147,18 @@ class Prices:
     def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: Beside) -> list[list[int]]:
         """Prices of all pairs, with `hidden` seconds of compute beside them."""
         transfer, local = np.moveaxis(self.space.costs.table(sources, targets, itemsize), -1, 0)
-        mean = self.exposed(transfer, np.minimum.outer(hidden.sources, hidden.targets), hidden.share)
+        mean = self.exposed(transfer, np.minimum.outer(hidden.sources, hidden.targets), hidden)
         found: list[list[int]] = np.rint((mean + local) * 1e9).astype(np.int64).tolist()
         return found
 
-    def exposed(self, transfer: Array, most: Array, share: float) -> Array:
-        """Seconds, on average, of what compute does not hide of transfers. `most`: of compute beside each of them."""
-        shown = transfer - self.space.costs.cluster.hidden.collectives * np.minimum(transfer, most)
-        return share * np.maximum(HIDDEN_SHARE * transfer, shown) + (1 - share) * transfer
+    def exposed(self, transfer: Array, most: Array, beside: Beside) -> Array:
+        """Seconds, on average, of what is not hidden of transfers. `most`: of compute beside each of them."""
+        shown = transfer - beside.hidden * np.minimum(transfer, most)
+        return beside.share * np.maximum(HIDDEN_SHARE * transfer, shown) + (1 - beside.share) * transfer
 
     def _ns(self, transfer: float, local: float, hidden: Beside, at: Pair) -> int:
         """Nanoseconds, on average, of what compute does not hide of a transfer, and of the copies that it needs."""
-        mean = self.exposed(np.array(transfer), np.array(hidden.largest(*at)), hidden.share)
+        mean = self.exposed(np.array(transfer), np.array(hidden.largest(*at)), hidden)
         return round((float(mean) + local) * 1e9)
 
     def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: Beside) -> list[list[int]]:

@@ -174,6 +174,9 @@ COLLECTIVE_CHANNEL = 1
 SMALL_CHANNEL = 2
 """Of collectives of small tensors, which have groups of their own: in one group they would queue behind large ones."""
 
+SMALL = 1 << 18
+"""Bytes of a tensor, as a whole, up to which its collectives are those of small tensors."""
+
 
 @dataclass
 class RankProgram:

@@ -107,7 +107,7 @@ def test_no_re_layout_is_cheaper_than_its_floor(cluster: Cluster) -> None:
         for _ in range(25):
             i, j = draw.randrange(len(use.from_layouts)), draw.randrange(len(use.to_layouts))
             source, target = use.from_layouts[i], use.to_layouts[j]
-            hidden = Beside((beside.sources[i],), (beside.targets[j],), beside.share)
+            hidden = Beside((beside.sources[i],), (beside.targets[j],), beside.share, beside.hidden)
             price = exact.table([source], [target], edge.value.dtype.itemsize, hidden)[0][0]
             assert use.price[i][j] <= price + 1, (source, target)
             near += bool(price) and use.price[i][j] >= 0.5 * price

@@ -12,7 +12,7 @@ from torch import nn
 
 import stpart_compiler as st
 from stpart_compiler.capture import capture
-from stpart_compiler.cost_models.cluster import Device, Link, load_cluster
+from stpart_compiler.cost_models.cluster import Device, Hidden, Link, load_cluster
 from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.passes.make_plan import SPATIAL_ONLY, MakePlan, without_temporal
@@ -137,3 +137,35 @@ class Residual(nn.Module):
         for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
             x = x + down(nn.functional.gelu(up(norm(x))))
         return x.float().square().mean()
+
+
+class Normed(nn.Module):
+    """Products whose weights are large, norms whose weights are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 512, bias=False)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("name", ["data", "zero3"])
+@pytest.mark.parametrize("hidden", [0.2, 1.0])
+def test_small_tensors_take_latency_and_little_else(name: str, hidden: float) -> None:
+    """Their collectives run beside products and large transfers: most of what 12 gradients of 2 KiB take is hidden."""
+    device = Device("rank", "cpu", (("float32", 2e10),), 2**34, 1e12)
+    high = st.Cluster("high latency", device, ((None, Link(1e-3, 2e9)),))
+    with torch.device("meta"):
+        model, x = Normed(), torch.zeros(4096, 512)
+
+    def seconds(part: float) -> tuple[float, float]:
+        on = replace(high, hidden=Hidden(collectives=part))
+        compiled = st.compile_model(model, (x,), mesh=(4,), cluster=on, template=name, loss_fn=torch.sum)
+        return compiled.plan.seconds, compiled.simulate().seconds
+
+    (estimate, simulated), (_, exposed) = seconds(hidden), seconds(0.0)
+    assert estimate == pytest.approx(simulated, rel=0.15)
+    assert exposed - simulated > 0.6 * 12 * 6e-3, "of each gradient in six messages"
