@@ -8,8 +8,9 @@ held once in each layout that some claim asks for.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,12 +27,22 @@ from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules import merge_of
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.space import Costs, Space, again_root, ports_of
-from stpart_compiler.passes.timeline import Claim, Counts, Held, Timeline
+from stpart_compiler.passes.timeline import Claim, ClaimKind, Counts, Held, Timeline
 from stpart_compiler.passes.uses import Assignment, Prices, Use
 
 Index = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.int64]
 NOTHING = -1
+
+ROOMS: dict[ClaimKind, tuple[int, bool]] = {
+    "begin": (0, False),
+    "move": (1, False),
+    "end": (2, False),
+    "begin kept": (0, True),
+    "move kept": (1, True),
+    "end kept": (2, True),
+}
+"""Which part of a `Room` a claim is, and whether the value is there anyway."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,41 @@ class Side:
 NOBODY = Side(None, np.zeros(1, dtype=np.int64))
 
 
+class Asked:
+    """Numbers of what is held, as in a table [source, target], each found when it is first asked for."""
+
+    def __init__(self, find: Callable[[int, int], int]) -> None:
+        self._find = functools.cache(find)
+
+    def __getitem__(self, at: tuple[Index, Index]) -> Index:
+        """At pairs of indices."""
+        return np.array([self._find(i, j) for i, j in np.broadcast(*at)], dtype=np.int64)
+
+    def at(self, i: int, j: int) -> int:
+        return self._find(i, j)
+
+
+class Sizes:
+    """Bytes per number of what is held, of those made so far."""
+
+    def __init__(self, prices: Prices) -> None:
+        self._prices = prices
+        self._known: list[int] = []
+
+    def __getitem__(self, number: int) -> int:
+        if number >= len(self._known):
+            self._extend()
+        return self._known[number]
+
+    def all(self) -> Bytes:
+        self._extend()
+        return np.array(self._known, dtype=np.int64)
+
+    def _extend(self) -> None:
+        new = itertools.islice(self._prices.numbers, len(self._known), None)
+        self._known += [sum(map(_numel, held)) * itemsize for held, itemsize, _ in new]
+
+
 @dataclass(frozen=True)
 class Demand:
     """A claim with its layouts: `table[i, j]` is the number of the layout in which it holds the value, or NOTHING.
@@ -57,7 +103,7 @@ class Demand:
 
     source: Side
     target: Side
-    table: Index
+    table: Index | Asked
     counts: Counts
     when: tuple[tuple[int, int], ...] = ()
 
@@ -69,7 +115,11 @@ class Demand:
     def at(self, choice: Assignment) -> int:
         if any(choice[root] != wanted for root, wanted in self.when):
             return NOTHING
-        return int(self.table[self.source.at(choice), self.target.at(choice)])
+        return self.number(self.source.at(choice), self.target.at(choice))
+
+    def number(self, i: int, j: int) -> int:
+        """What is held with such layouts on both sides."""
+        return self.table.at(i, j) if isinstance(self.table, Asked) else int(self.table[i, j])
 
     @cached_property
     def when_sides(self) -> list[Side]:
@@ -86,7 +136,8 @@ class Demand:
         """Number of the layout per choice of the only root that it depends on."""
         rows = self.source.index if self.source.root is not None else np.zeros(size, dtype=np.int64)
         columns = self.target.index if self.target.root is not None else np.zeros(size, dtype=np.int64)
-        return np.asarray(self.table[rows, columns]) if root is not None else self.table[0, :1]
+        first = np.zeros(1, dtype=np.int64)
+        return np.asarray(self.table[rows, columns] if root is not None else self.table[first, first])
 
 
 @dataclass(frozen=True)
@@ -102,7 +153,7 @@ class Mixed:
         """Those that hold something whatever runs again, in a layout that one root chooses."""
         return [demand for demand in self.demands if len(demand.roots()) == 1 and not demand.when]
 
-    def add(self, total: Bytes, choice: Assignment, sizes: Sequence[int], sign: int = 1) -> None:
+    def add(self, total: Bytes, choice: Assignment, sizes: Sizes, sign: int = 1) -> None:
         """Add what is held under a choice to the bytes at each point."""
         held: dict[int, list[Demand]] = {}
         for demand in self.demands:
@@ -135,7 +186,7 @@ class Memory:
     constant: Bytes
     tables: dict[int, Bytes]
     mixed: list[Mixed]
-    sizes: list[int]
+    sizes: Sizes
 
     @staticmethod
     def of(space: Space, line: Timeline, roots: dict[int, int], prices: Prices, optimizer: str) -> Memory:
@@ -229,16 +280,21 @@ class Memory:
             anyway = functools.reduce(np.maximum, always, np.zeros(self.points, dtype=np.int64))
             saved = [demand for demand in mixed.demands if [wanted for _, wanted in demand.when] == [0]]
             longest = max(saved, key=lambda demand: int(demand.counts.sum()), default=None)
-            if longest is None or longest.source.root is None:
+            if longest is None or longest.source.root is None or isinstance(longest.table, Asked):
                 continue
             numbers = longest.table[longest.source.index]
-            least = np.where(numbers == NOTHING, 0, np.array(self.sizes)[numbers]).min(axis=1)
+            least = np.where(numbers == NOTHING, 0, self.sizes.all()[numbers]).min(axis=1)
             found.append(Saved(longest.source.root, longest.when[0][0], least, np.maximum(longest.counts - anyway, 0)))
         return found
 
     def _of(self, demand: Demand, root: int, counts: Counts) -> Bytes:
         numbers = demand.along(root, len(self.tables[root]))
-        return np.where(numbers == NOTHING, 0, np.array(self.sizes)[numbers])[:, None] * counts[None, :]
+        return np.where(numbers == NOTHING, 0, self.sizes.all()[numbers])[:, None] * counts[None, :]
+
+
+def _numel(held: Layout | int) -> int:
+    """Elements of the largest block of a layout; or just so many."""
+    return held if isinstance(held, int) else max_local_numel(held)
 
 
 def _kinds(columns: Sequence[Index]) -> tuple[Index, Index]:
@@ -258,19 +314,15 @@ class MemoryMaker:
         self.line = line
         self.points = len(self.line.points)
         self.tables = {root: np.zeros((count, self.points), dtype=np.int64) for root, count in roots.items()}
+        self.sizes = Sizes(prices)
         self.constant = np.full(self.points, space.classes.fixed_bytes, dtype=np.int64)
 
     def run(self) -> Memory:
         found = [(held, self._demands(held)) for held in self.line.held]
-        self.sizes = self.layout_bytes()
         mixed = [Mixed(demands) for held, demands in found if not self._add(demands)]
         self.add_params()
         self._add_own()
         return Memory(self.points, self.constant, self.tables, mixed, self.sizes)
-
-    def layout_bytes(self) -> list[int]:
-        """Per number of what is held."""
-        return [sum(map(max_local_numel, layouts)) * itemsize for layouts, itemsize, _ in self.prices.numbers]
 
     def _demands(self, held: Held) -> list[Demand]:
         found = [self.demand(held, claim) for claim in held.claims]
@@ -288,6 +340,9 @@ class MemoryMaker:
 
     def _used(self, held: Held, claim: Claim, use: Use) -> Demand | None:
         source, target = self._side(use.from_root, use.from_members), self._side(use.to_root, use.to_members)
+        if claim.kind in ROOMS:
+            moves = any(map(any, use.price))
+            return Demand(source, target, self._rooms(held, claim, use), claim.counts) if moves else None
         table = self._table(held, claim, use)
         if np.all(table == NOTHING):
             return None
@@ -334,6 +389,18 @@ class MemoryMaker:
             let_go = (rows == columns) | (settled == columns)
             return np.where(let_go | held.shares, NOTHING, self._sent(held, use))
         return np.where(settled == rows, rows, self._settled(use.to_layouts, held)[None, :])
+
+    def _rooms(self, held: Held, claim: Claim, use: Use) -> Asked:
+        """Numbers of what re-layouts hold beside their sources and results, at one of their moments."""
+        moment, stays = ROOMS[claim.kind]
+
+        def find(i: int, j: int) -> int:
+            if not use.price[i][j] or (i, j) in use.apart:
+                return NOTHING
+            elements = self.prices.room(use, i, j, stays=stays)[moment]
+            return self.prices.number((elements,), held.value.dtype.itemsize) if elements else NOTHING
+
+        return Asked(find)
 
     def _settled(self, layouts: list[Layout], held: Held) -> Index:
         """Numbers of the layouts once their sums are reduced."""
