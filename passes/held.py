@@ -343,6 +343,8 @@ class MemoryMaker:
         if claim.kind in ROOMS:
             moves = any(map(any, use.price))
             return Demand(source, target, self._rooms(held, claim, use), claim.counts) if moves else None
+        if claim.kind == "loop":
+            return self._in_loop(held, claim, use)
         table = self._table(held, claim, use)
         if np.all(table == NOTHING):
             return None
@@ -383,6 +385,8 @@ class MemoryMaker:
         """The number of what is held, over the layouts of both sides."""
         rows, columns = np.array(use.from_ids)[:, None], use.wanted_ids()
         if claim.kind == "read":
+            for at in use.apart:
+                columns[at] = self.prices.first_slice(use, *at)
             return np.where(rows == columns, NOTHING, columns) if held.shares else columns
         settled = self._settled(use.from_layouts, held)[:, None]
         if claim.kind == "flight":  # an all-reduce sums in its result
@@ -401,6 +405,41 @@ class MemoryMaker:
             return self.prices.number((elements,), held.value.dtype.itemsize) if elements else NOTHING
 
         return Asked(find)
+
+    def _in_loop(self, held: Held, claim: Claim, use: Use) -> Demand | None:
+        """Of an operand in slices the one in use beside the one arriving; of blocks that travel, where the first one
+        rests, one more than of those that are let go of.
+        """
+        klass, port = use.edge.consumer, use.edge.port
+        found, itemsize = self.space.choices[klass], held.value.dtype.itemsize
+        more = self._more_if_lasting(klass, port) if held.shares else [0] * len(found.strategies)
+        columns = self._side(use.to_root, use.to_members).index[[ids[0] for ids in found.members]].tolist()
+        if not any(more) and not use.apart:
+            return None
+
+        def find(i: int, s: int) -> int:
+            j = columns[s]
+            if (i, j) in use.apart:
+                part = max_local_numel(use.apart[i, j].largest(use.to_layouts[j]))
+                return self.prices.number((part,), itemsize, (klass, port))
+            return self.prices.number((more[s],), 1) if more[s] and use.from_ids[i] == use.to_ids[j] else NOTHING
+
+        source, target = self._side(use.from_root, use.from_members), self._side(found.root, found.members)
+        return Demand(source, target, Asked(find), claim.counts)
+
+    def _more_if_lasting(self, klass: int, port: int) -> list[int]:
+        """Per strategy, bytes that an op needs more if an operand lives longer than the op."""
+        found, lasting = self.space.choices[klass], self.line.lasting
+        chosen = [(found.op, *pair) for pair in zip(found.strategies, found.derived, strict=True)]
+        if (klass, port) in lasting:
+            return [0] * len(chosen)
+        more = lasting | {(klass, port)}
+        return [
+            own_bytes(self.space.costs, *one, more) - own_bytes(self.space.costs, *one, lasting)
+            if one[2].inputs[port].motion == MOVE
+            else 0
+            for one in chosen
+        ]
 
     def _settled(self, layouts: list[Layout], held: Held) -> Index:
         """Numbers of the layouts once their sums are reduced."""
@@ -496,18 +535,20 @@ def own_bytes(
     if steps == 1:
         return total
     skips = moving(op, strategy, derived, costs.mesh) if skips_blocks(op, strategy, costs.mesh) else None
-    travelling = 0
+    travelling = passing = 0
     for i, (port, operand) in enumerate(zip(derived.inputs, call.operands, strict=True)):
         if port.motion == MOVE:  # the block in use and the one arriving
             is_lasting = (op.klass, i) in lasting
             copies = min(steps - 1, 2) if is_lasting else 1
             if skips is not None:  # those that come early too
                 copies = most_held(skips.inputs[i], 0) if is_lasting else most_held(skips.inputs[i], 1) - 1
-            travelling += copies * costs.numel(op, strategy, op.rule.inputs[i], port) * operand.dtype.itemsize
+            nbytes = copies * costs.numel(op, strategy, op.rule.inputs[i], port) * operand.dtype.itemsize
+            travelling += nbytes
+            passing += nbytes if steps == 2 and skips is None and not is_lasting else 0
     time = strategy.time_factor
     if time is not None and op.rule.factors[time].kind == ONLINE:
         return total + travelling + _merging_bytes(op, blocks)
-    joined = 0
+    joined = moved = 0
     for j, (tensor, port, nbytes, result) in enumerate(
         zip(op.rule.outputs, derived.outputs, blocks, call.results, strict=True)
     ):
@@ -517,10 +558,11 @@ def own_bytes(
             joined += costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
         elif port.motion == MOVE:
             early = max(0, most_held(skips.outputs[j], 0) - 2) if skips is not None else 0
-            total += (2 + early) * nbytes
+            moved += (2 + early) * nbytes
         else:
             total += nbytes
-    return total + max(travelling, joined)  # what travels is gone when slices are joined
+    kept = travelling - passing  # of two steps, the first one sends blocks of operands, the second one has sums
+    return total + max(kept + max(passing, moved), moved + joined)  # what travels is gone when slices are joined
 
 
 def _block_bytes(costs: Costs, op: OpNode, strategy: Strategy) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from stpart_compiler.cost_models.communication import LinkCost
 from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.passes.ahead import Ahead
-from stpart_compiler.passes.order import Orders, Use, orders, use_of_grad
+from stpart_compiler.passes.order import Orders, Use, is_heavy, orders, use_of_grad
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 from stpart_compiler.passes.quotient import Producer
 from stpart_compiler.passes.timeline import (
@@ -73,6 +73,7 @@ class _Backward:
         self.place = {op.name: t for t, op in enumerate(self.ops)}
         self.ahead = Ahead(self.graph, self.ops, self.cost)
         self.resting = self.order.resting | set(self.order.saved)
+        self.heavy = {op.klass for op in self.ops if is_heavy(op)}
         self.offset = MOMENTS * len(self.order.forward)
 
     def run(self, spans: Spans) -> None:
@@ -149,6 +150,8 @@ class _Backward:
                 self._add(spans, key, "read", use, (reads.start, reads.last), (*_not(own), *when))
                 room = room_spans(reads.start, reads.first, stays=True)
                 self._add_room(spans, key, use, room, (*_not(own), *when))
+            if use[0] in self.heavy and spans.is_large(key):
+                self._add(spans, key, "loop", use, (reads.first, reads.last), when)
         if key in self.order.saved or (own and not is_view(self.graph.by_name[key[0]].call.target)):
             self._note_saved(spans, key, _not(own))
 

@@ -39,11 +39,13 @@ RUNS, SENDS = 1, 2
 SMALL = 1e-3
 """Values of less than this part of the largest one do not make a point of their own."""
 
-ClaimKind = Literal["made", "read", "flight", "saved", "begin", "move", "end", "begin kept", "move kept", "end kept"]
+ClaimKind = Literal[
+    "made", "read", "flight", "saved", "begin", "move", "end", "begin kept", "move kept", "end kept", "loop"
+]
 """made: as produced. read: as the use asks for it. flight: as produced, until a use that asks for another layout has
 it. saved: as produced, or where that is pending as the use asks for it. begin, move, end: what the re-layout for the
 use holds besides, when its first transfer begins, while it runs, and when the last one has ended; "kept" where the
-value is there anyway."""
+value is there anyway. loop: what a loop holds of an operand beside the block or slice that it begins with."""
 
 
 When = tuple[tuple[int, bool], ...]
@@ -248,6 +250,7 @@ class Walk:
         self.last: dict[ValueKey, int] = {}
         self.ahead = Ahead(graph, ops, cost)
         self.kept: set[ValueKey] = set()
+        self.heavy = {op.klass for op in ops if is_heavy(op)}
 
     def give(self, key: ValueKey, use: Use) -> None:
         """A result of the phase: its transfer ends some heavy ops after it was made."""
@@ -299,8 +302,12 @@ class Walk:
             else:
                 spans.add(key, "read", use, self._at(reads.start, reads.last))
                 room = room_spans(reads.start, reads.first, stays=True)
-            for kind, span in room if spans.is_large(key) else ():
+            if not spans.is_large(key):
+                continue
+            for kind, span in room:
                 spans.add(key, kind, use, self._at(*span))
+            if use[0] in self.heavy:
+                spans.add(key, "loop", use, self._at(reads.first, reads.last))
 
     def _note_made(self, spans: Spans, op: OpNode) -> None:
         t = self.place[op.name]

@@ -141,10 +141,18 @@ class Prices:
 
     def _slice_number(self, use: Use, i: int, j: int) -> int:
         """Of the slices of an operand that are held: the one in use, and the one arriving. No other use shares them."""
-        slices, edge = use.apart[i, j], use.edge
+        edge = use.edge
+        return self.number(self._slices(use, i, j), edge.value.dtype.itemsize, (edge.consumer, edge.port))
+
+    def _slices(self, use: Use, i: int, j: int) -> tuple[Layout, ...]:
+        slices = use.apart[i, j]
         part = slices.largest(use.to_layouts[j])
-        sent = () if slices.is_outer else (slices.largest(use.from_layouts[i]),)  # made contiguous
-        return self.number((part, part, *sent), edge.value.dtype.itemsize, (edge.consumer, edge.port))
+        return part, part, *(() if slices.is_outer else (slices.largest(use.from_layouts[i]),))  # made contiguous
+
+    def first_slice(self, use: Use, i: int, j: int) -> int:
+        """Number of what is held of an operand in slices until the loop begins: the first one."""
+        (part, _, *sent), itemsize = self._slices(use, i, j), use.edge.value.dtype.itemsize
+        return self.number((part, *sent), itemsize, (use.edge.consumer, use.edge.port))
 
     def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: Beside) -> list[list[int]]:
         """Prices of all pairs, with `hidden` seconds of compute beside them."""
