@@ -402,7 +402,8 @@ class MemoryMaker:
             if not use.price[i][j] or (i, j) in use.apart:
                 return NOTHING
             elements = self.prices.room(use, i, j, stays=stays)[moment]
-            return self.prices.number((elements,), held.value.dtype.itemsize) if elements else NOTHING
+            itemsize = held.value.dtype.itemsize  # what is held at several moments adds up: each has its own numbers
+            return self.prices.number((elements,), itemsize, (-1, moment)) if elements else NOTHING
 
         return Asked(find)
 

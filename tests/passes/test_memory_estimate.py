@@ -41,6 +41,7 @@ CASES = {
     "gathered in two steps": (tiny, "zero3", (2, 2)),
     "uneven pieces are joined": (large, "zero3", (3,)),
     "a rank without a block sums in place": (large, "data", (3,)),
+    "uneven sums are sent in pieces": (large, "ring", (3,)),
     "uneven blocks": (uneven, "cp_zero3", (4,)),
     "weights travel and stay": (tiny, "ring", (4,)),
     "the first slice waits alone": (tiny, "metp", (4,)),
