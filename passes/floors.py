@@ -22,6 +22,7 @@ from stpart_compiler.cost_models.compute import copy_seconds
 from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.placement import Cuts, Tables, is_windowed, tables
 from stpart_compiler.passes.overlap import Beside
+from stpart_compiler.passes.room import NO_ROOM, Room
 from stpart_compiler.passes.space import Array, Costs, Space
 from stpart_compiler.passes.uses import Prices, Use
 
@@ -49,6 +50,10 @@ class FloorPrices(Prices):
         same = [[numbers.setdefault(layout, len(numbers)) for layout in side] for side in (sources, targets)]
         found: list[list[int]] = np.maximum(prices, np.not_equal.outer(*same)).tolist()
         return found
+
+    def room(self, use: Use, i: int, j: int, *, stays: bool) -> Room:
+        """What no re-layout needs less than."""
+        return NO_ROOM
 
     def exact(self, use: Use, sources: list[int], targets: list[int]) -> list[int]:
         """The prices of some re-layouts of a use, which it then has."""

@@ -8,8 +8,9 @@ held once in each layout that some claim asks for.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,12 +27,22 @@ from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules import merge_of
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.space import Costs, Space, again_root, ports_of
-from stpart_compiler.passes.timeline import Claim, Counts, Held, Timeline
+from stpart_compiler.passes.timeline import Claim, ClaimKind, Counts, Held, Timeline
 from stpart_compiler.passes.uses import Assignment, Prices, Use
 
 Index = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.int64]
 NOTHING = -1
+
+ROOMS: dict[ClaimKind, tuple[int, bool]] = {
+    "begin": (0, False),
+    "move": (1, False),
+    "end": (2, False),
+    "begin kept": (0, True),
+    "move kept": (1, True),
+    "end kept": (2, True),
+}
+"""Which part of a `Room` a claim is, and whether the value is there anyway."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,41 @@ class Side:
 NOBODY = Side(None, np.zeros(1, dtype=np.int64))
 
 
+class Asked:
+    """Numbers of what is held, as in a table [source, target], each found when it is first asked for."""
+
+    def __init__(self, find: Callable[[int, int], int]) -> None:
+        self._find = functools.cache(find)
+
+    def __getitem__(self, at: tuple[Index, Index]) -> Index:
+        """At pairs of indices."""
+        return np.array([self._find(i, j) for i, j in np.broadcast(*at)], dtype=np.int64)
+
+    def at(self, i: int, j: int) -> int:
+        return self._find(i, j)
+
+
+class Sizes:
+    """Bytes per number of what is held, of those made so far."""
+
+    def __init__(self, prices: Prices) -> None:
+        self._prices = prices
+        self._known: list[int] = []
+
+    def __getitem__(self, number: int) -> int:
+        if number >= len(self._known):
+            self._extend()
+        return self._known[number]
+
+    def all(self) -> Bytes:
+        self._extend()
+        return np.array(self._known, dtype=np.int64)
+
+    def _extend(self) -> None:
+        new = itertools.islice(self._prices.numbers, len(self._known), None)
+        self._known += [sum(map(_numel, held)) * itemsize for held, itemsize, _ in new]
+
+
 @dataclass(frozen=True)
 class Demand:
     """A claim with its layouts: `table[i, j]` is the number of the layout in which it holds the value, or NOTHING.
@@ -57,7 +103,7 @@ class Demand:
 
     source: Side
     target: Side
-    table: Index
+    table: Index | Asked
     counts: Counts
     when: tuple[tuple[int, int], ...] = ()
 
@@ -69,7 +115,11 @@ class Demand:
     def at(self, choice: Assignment) -> int:
         if any(choice[root] != wanted for root, wanted in self.when):
             return NOTHING
-        return int(self.table[self.source.at(choice), self.target.at(choice)])
+        return self.number(self.source.at(choice), self.target.at(choice))
+
+    def number(self, i: int, j: int) -> int:
+        """What is held with such layouts on both sides."""
+        return self.table.at(i, j) if isinstance(self.table, Asked) else int(self.table[i, j])
 
     @cached_property
     def when_sides(self) -> list[Side]:
@@ -86,7 +136,8 @@ class Demand:
         """Number of the layout per choice of the only root that it depends on."""
         rows = self.source.index if self.source.root is not None else np.zeros(size, dtype=np.int64)
         columns = self.target.index if self.target.root is not None else np.zeros(size, dtype=np.int64)
-        return np.asarray(self.table[rows, columns]) if root is not None else self.table[0, :1]
+        first = np.zeros(1, dtype=np.int64)
+        return np.asarray(self.table[rows, columns] if root is not None else self.table[first, first])
 
 
 @dataclass(frozen=True)
@@ -102,7 +153,7 @@ class Mixed:
         """Those that hold something whatever runs again, in a layout that one root chooses."""
         return [demand for demand in self.demands if len(demand.roots()) == 1 and not demand.when]
 
-    def add(self, total: Bytes, choice: Assignment, sizes: Sequence[int], sign: int = 1) -> None:
+    def add(self, total: Bytes, choice: Assignment, sizes: Sizes, sign: int = 1) -> None:
         """Add what is held under a choice to the bytes at each point."""
         held: dict[int, list[Demand]] = {}
         for demand in self.demands:
@@ -135,7 +186,7 @@ class Memory:
     constant: Bytes
     tables: dict[int, Bytes]
     mixed: list[Mixed]
-    sizes: list[int]
+    sizes: Sizes
 
     @staticmethod
     def of(space: Space, line: Timeline, roots: dict[int, int], prices: Prices, optimizer: str) -> Memory:
@@ -229,16 +280,21 @@ class Memory:
             anyway = functools.reduce(np.maximum, always, np.zeros(self.points, dtype=np.int64))
             saved = [demand for demand in mixed.demands if [wanted for _, wanted in demand.when] == [0]]
             longest = max(saved, key=lambda demand: int(demand.counts.sum()), default=None)
-            if longest is None or longest.source.root is None:
+            if longest is None or longest.source.root is None or isinstance(longest.table, Asked):
                 continue
             numbers = longest.table[longest.source.index]
-            least = np.where(numbers == NOTHING, 0, np.array(self.sizes)[numbers]).min(axis=1)
+            least = np.where(numbers == NOTHING, 0, self.sizes.all()[numbers]).min(axis=1)
             found.append(Saved(longest.source.root, longest.when[0][0], least, np.maximum(longest.counts - anyway, 0)))
         return found
 
     def _of(self, demand: Demand, root: int, counts: Counts) -> Bytes:
         numbers = demand.along(root, len(self.tables[root]))
-        return np.where(numbers == NOTHING, 0, np.array(self.sizes)[numbers])[:, None] * counts[None, :]
+        return np.where(numbers == NOTHING, 0, self.sizes.all()[numbers])[:, None] * counts[None, :]
+
+
+def _numel(held: Layout | int) -> int:
+    """Elements of the largest block of a layout; or just so many."""
+    return held if isinstance(held, int) else max_local_numel(held)
 
 
 def _kinds(columns: Sequence[Index]) -> tuple[Index, Index]:
@@ -258,19 +314,15 @@ class MemoryMaker:
         self.line = line
         self.points = len(self.line.points)
         self.tables = {root: np.zeros((count, self.points), dtype=np.int64) for root, count in roots.items()}
+        self.sizes = Sizes(prices)
         self.constant = np.full(self.points, space.classes.fixed_bytes, dtype=np.int64)
 
     def run(self) -> Memory:
         found = [(held, self._demands(held)) for held in self.line.held]
-        self.sizes = self.layout_bytes()
         mixed = [Mixed(demands) for held, demands in found if not self._add(demands)]
         self.add_params()
         self._add_own()
         return Memory(self.points, self.constant, self.tables, mixed, self.sizes)
-
-    def layout_bytes(self) -> list[int]:
-        """Per number of what is held."""
-        return [sum(map(max_local_numel, layouts)) * itemsize for layouts, itemsize, _ in self.prices.numbers]
 
     def _demands(self, held: Held) -> list[Demand]:
         found = [self.demand(held, claim) for claim in held.claims]
@@ -288,6 +340,11 @@ class MemoryMaker:
 
     def _used(self, held: Held, claim: Claim, use: Use) -> Demand | None:
         source, target = self._side(use.from_root, use.from_members), self._side(use.to_root, use.to_members)
+        if claim.kind in ROOMS:
+            moves = any(map(any, use.price))
+            return Demand(source, target, self._rooms(held, claim, use), claim.counts) if moves else None
+        if claim.kind == "loop":
+            return self._in_loop(held, claim, use)
         table = self._table(held, claim, use)
         if np.all(table == NOTHING):
             return None
@@ -328,12 +385,62 @@ class MemoryMaker:
         """The number of what is held, over the layouts of both sides."""
         rows, columns = np.array(use.from_ids)[:, None], use.wanted_ids()
         if claim.kind == "read":
+            for at in use.apart:
+                columns[at] = self.prices.first_slice(use, *at)
             return np.where(rows == columns, NOTHING, columns) if held.shares else columns
         settled = self._settled(use.from_layouts, held)[:, None]
         if claim.kind == "flight":  # an all-reduce sums in its result
             let_go = (rows == columns) | (settled == columns)
             return np.where(let_go | held.shares, NOTHING, self._sent(held, use))
         return np.where(settled == rows, rows, self._settled(use.to_layouts, held)[None, :])
+
+    def _rooms(self, held: Held, claim: Claim, use: Use) -> Asked:
+        """Numbers of what re-layouts hold beside their sources and results, at one of their moments."""
+        moment, stays = ROOMS[claim.kind]
+
+        def find(i: int, j: int) -> int:
+            if not use.price[i][j] or (i, j) in use.apart:
+                return NOTHING
+            elements = self.prices.room(use, i, j, stays=stays)[moment]
+            itemsize = held.value.dtype.itemsize  # what is held at several moments adds up: each has its own numbers
+            return self.prices.number((elements,), itemsize, (-1, moment)) if elements else NOTHING
+
+        return Asked(find)
+
+    def _in_loop(self, held: Held, claim: Claim, use: Use) -> Demand | None:
+        """Of an operand in slices the one in use beside the one arriving; of blocks that travel, where the first one
+        rests, one more than of those that are let go of.
+        """
+        klass, port = use.edge.consumer, use.edge.port
+        found, itemsize = self.space.choices[klass], held.value.dtype.itemsize
+        more = self._more_if_lasting(klass, port) if held.shares else [0] * len(found.strategies)
+        columns = self._side(use.to_root, use.to_members).index[[ids[0] for ids in found.members]].tolist()
+        if not any(more) and not use.apart:
+            return None
+
+        def find(i: int, s: int) -> int:
+            j = columns[s]
+            if (i, j) in use.apart:
+                part = max_local_numel(use.apart[i, j].largest(use.to_layouts[j]))
+                return self.prices.number((part,), itemsize, (klass, port))
+            return self.prices.number((more[s],), 1) if more[s] and use.from_ids[i] == use.to_ids[j] else NOTHING
+
+        source, target = self._side(use.from_root, use.from_members), self._side(found.root, found.members)
+        return Demand(source, target, Asked(find), claim.counts)
+
+    def _more_if_lasting(self, klass: int, port: int) -> list[int]:
+        """Per strategy, bytes that an op needs more if an operand lives longer than the op."""
+        found, lasting = self.space.choices[klass], self.line.lasting
+        chosen = [(found.op, *pair) for pair in zip(found.strategies, found.derived, strict=True)]
+        if (klass, port) in lasting:
+            return [0] * len(chosen)
+        more = lasting | {(klass, port)}
+        return [
+            own_bytes(self.space.costs, *one, more) - own_bytes(self.space.costs, *one, lasting)
+            if one[2].inputs[port].motion == MOVE
+            else 0
+            for one in chosen
+        ]
 
     def _settled(self, layouts: list[Layout], held: Held) -> Index:
         """Numbers of the layouts once their sums are reduced."""
@@ -429,18 +536,20 @@ def own_bytes(
     if steps == 1:
         return total
     skips = moving(op, strategy, derived, costs.mesh) if skips_blocks(op, strategy, costs.mesh) else None
-    travelling = 0
+    travelling = passing = 0
     for i, (port, operand) in enumerate(zip(derived.inputs, call.operands, strict=True)):
         if port.motion == MOVE:  # the block in use and the one arriving
             is_lasting = (op.klass, i) in lasting
             copies = min(steps - 1, 2) if is_lasting else 1
             if skips is not None:  # those that come early too
                 copies = most_held(skips.inputs[i], 0) if is_lasting else most_held(skips.inputs[i], 1) - 1
-            travelling += copies * costs.numel(op, strategy, op.rule.inputs[i], port) * operand.dtype.itemsize
+            nbytes = copies * costs.numel(op, strategy, op.rule.inputs[i], port) * operand.dtype.itemsize
+            travelling += nbytes
+            passing += nbytes if steps == 2 and skips is None and not is_lasting else 0
     time = strategy.time_factor
     if time is not None and op.rule.factors[time].kind == ONLINE:
         return total + travelling + _merging_bytes(op, blocks)
-    joined = 0
+    joined = moved = 0
     for j, (tensor, port, nbytes, result) in enumerate(
         zip(op.rule.outputs, derived.outputs, blocks, call.results, strict=True)
     ):
@@ -450,10 +559,11 @@ def own_bytes(
             joined += costs.numel(op, strategy, tensor, port) * result.dtype.itemsize
         elif port.motion == MOVE:
             early = max(0, most_held(skips.outputs[j], 0) - 2) if skips is not None else 0
-            total += (2 + early) * nbytes
+            moved += (2 + early) * nbytes
         else:
             total += nbytes
-    return total + max(travelling, joined)  # what travels is gone when slices are joined
+    kept = travelling - passing  # of two steps, the first one sends blocks of operands, the second one has sums
+    return total + max(kept + max(passing, moved), moved + joined)  # what travels is gone when slices are joined
 
 
 def _block_bytes(costs: Costs, op: OpNode, strategy: Strategy) -> list[int]:

@@ -14,18 +14,23 @@ from dataclasses import dataclass, field
 from stpart_compiler.cost_models.communication import LinkCost
 from stpart_compiler.cost_models.compute import is_view
 from stpart_compiler.passes.ahead import Ahead
-from stpart_compiler.passes.order import Orders, Use, orders, use_of_grad
+from stpart_compiler.passes.order import Orders, Use, is_heavy, orders, use_of_grad
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 from stpart_compiler.passes.quotient import Producer
 from stpart_compiler.passes.timeline import (
     ALWAYS,
+    MOMENTS,
+    RUNS,
+    SENDS,
     ClaimKind,
     Reads,
+    Span,
     Spans,
     Timeline,
     Walk,
     When,
     folded,
+    room_spans,
     until_given,
     walked_forward,
 )
@@ -46,7 +51,7 @@ def optional_timeline(
     backward = _Backward(graph, order, forward, cost, again, optional)
     backward.run(spans)
     ops = order.forward if only_forward else [*order.forward, *order.backward]
-    return folded(graph, ops, spans.before(2 * len(ops)))
+    return folded(graph, ops, spans.before(MOMENTS * len(ops)))
 
 
 @dataclass
@@ -68,10 +73,11 @@ class _Backward:
         self.place = {op.name: t for t, op in enumerate(self.ops)}
         self.ahead = Ahead(self.graph, self.ops, self.cost)
         self.resting = self.order.resting | set(self.order.saved)
-        self.offset = 2 * len(self.order.forward)
+        self.heavy = {op.klass for op in self.ops if is_heavy(op)}
+        self.offset = MOMENTS * len(self.order.forward)
 
     def run(self, spans: Spans) -> None:
-        end = 2 * len(self.ops) - 1
+        end = MOMENTS * len(self.ops) - 1
         for key, param in self.order.grads:
             reads = Reads(*until_given(self.ahead, self.place.get(key[0], 0), end))
             self._touch(key, (use_of_grad(self.graph, param), ALWAYS), reads)
@@ -83,7 +89,7 @@ class _Backward:
         for t, op in enumerate(self.ops):
             for r, result in enumerate(op.call.results):
                 if result is not None:
-                    self._add(spans, (op.name, r), "made", None, (2 * t, 2 * t), self._if_again(op))
+                    self._add(spans, (op.name, r), "made", None, (MOMENTS * t + RUNS,) * 2, self._if_again(op))
 
     def _if_again(self, op: OpNode) -> When:
         """The condition on which an op of the order runs."""
@@ -102,16 +108,16 @@ class _Backward:
         """The operands of an op; a view is read as long as its readers are."""
         for when, last in self._lasts(op, t):
             for port, key in enumerate(op.operands):
-                self._touch(key, ((op.klass, port), when), Reads(2 * begin, 2 * t, last))
+                self._touch(key, ((op.klass, port), when), Reads(MOMENTS * begin, MOMENTS * t + RUNS, last))
 
     def _lasts(self, op: OpNode, t: int) -> Iterator[tuple[When, int]]:
         if not is_view(op.call.target):
-            yield self._if_again(op), 2 * t
+            yield self._if_again(op), MOMENTS * t + RUNS
             return
         found: dict[When, int] = {}
         for r in range(len(op.call.results)):
             for when, last in self.last.get((op.name, r), {}).items():
-                found[when] = max(found.get(when, 2 * t), last)
+                found[when] = max(found.get(when, MOMENTS * t + RUNS), last)
         yield from found.items()
 
     def _touch(self, key: ValueKey, reader: _Reader, reads: Reads) -> None:
@@ -135,10 +141,17 @@ class _Backward:
         own = self._if_made(self.ops[made]) if made is not None else ALWAYS
         for (use, when), reads in uses.items():
             if made is not None:
-                self._add(spans, key, "read", use, (2 * made + 1, reads.last), (*own, *when))
-                self._add(spans, key, "flight", use, (2 * made + 1, reads.first), (*own, *when))
+                self._add(spans, key, "read", use, (MOMENTS * made + SENDS, reads.last), (*own, *when))
+                self._add(spans, key, "flight", use, (MOMENTS * made + SENDS, reads.first), (*own, *when))
+                self._add_room(
+                    spans, key, use, room_spans(MOMENTS * made + SENDS, reads.first, stays=False), (*own, *when)
+                )
             if made is None or own:
                 self._add(spans, key, "read", use, (reads.start, reads.last), (*_not(own), *when))
+                room = room_spans(reads.start, reads.first, stays=True)
+                self._add_room(spans, key, use, room, (*_not(own), *when))
+            if use[0] in self.heavy and spans.is_large(key):
+                self._add(spans, key, "loop", use, (reads.first, reads.last), when)
         if key in self.order.saved or (own and not is_view(self.graph.by_name[key[0]].call.target)):
             self._note_saved(spans, key, _not(own))
 
@@ -146,9 +159,13 @@ class _Backward:
         """From where forward makes the value to its last read, for each condition of its readers."""
         first = min(self.reads[key].items(), key=lambda item: item[1].first)[0][0]
         use = self.saved_for.setdefault(spans.producer(key), first)  # one claim for all of a class
-        start = 2 * self.forward.place[key[0]] + 1
+        start = MOMENTS * self.forward.place[key[0]] + SENDS
         for when, last in self.last[key].items():
             spans.add(key, "saved", use, (start, self.offset + last), (*own, *when))
+
+    def _add_room(self, spans: Spans, key: ValueKey, use: Use, room: list[tuple[ClaimKind, Span]], when: When) -> None:
+        for kind, span in room if spans.is_large(key) else ():
+            self._add(spans, key, kind, use, span, when)
 
     def _add(
         self, spans: Spans, key: ValueKey, kind: ClaimKind, use: Use | None, span: tuple[int, int], when: When

@@ -15,7 +15,7 @@ from stpart_compiler.passes.held import NOTHING, MemoryMaker, own_bytes
 from stpart_compiler.passes.problem import BuildProblem, SolverOptions, evaluate, group_price
 from stpart_compiler.passes.quotient import Producer
 from stpart_compiler.passes.space import ParamChoices, Space, strategy_of
-from stpart_compiler.passes.timeline import Claim, Course, Held, Point, SpanKey, Timeline, course, shares
+from stpart_compiler.passes.timeline import MOMENTS, RUNS, Claim, Course, Held, Point, SpanKey, Timeline, course, shares
 from stpart_compiler.passes.uses import Assignment, Use
 
 
@@ -42,7 +42,6 @@ class TrySets:
         self.maker.add_params()
         self.always = int(self.maker.constant[0]) + sum(int(table[0, 0]) for table in self.maker.tables.values())
         self.numbers: dict[SpanKey, int] = {}
-        self.sizes: list[int] = []
         self.own: dict[tuple[int, frozenset[int]], int] = {}
         self.known: dict[frozenset[str], Tried] = {}
 
@@ -60,13 +59,11 @@ class TrySets:
             number = self._number(key, way)
             if number != NOTHING:
                 held.setdefault((key[0], number), []).append(key)
-        if len(self.sizes) < len(self.prices.numbers):
-            self.sizes = self.maker.layout_bytes()
-        total = np.full(2 * len(way.ops), self.always, dtype=np.int64)
+        total = np.full(MOMENTS * len(way.ops), self.always, dtype=np.int64)
         for (_, number), keys in held.items():
             counts = [way.counts(key) for key in keys]
-            total += self.sizes[number] * (counts[0] if len(counts) == 1 else np.max(np.stack(counts), axis=0))
-        total[::2] += self._own(way)
+            total += self.maker.sizes[number] * (counts[0] if len(counts) == 1 else np.max(np.stack(counts), axis=0))
+        total[RUNS::MOMENTS] += self._own(way)
         return int(total.max(initial=self.always))
 
     def _number(self, key: SpanKey, way: Course) -> int:

@@ -230,7 +230,7 @@ class SatModel:
         for i, source in sources.items():
             columns: dict[int, list[int]] = {}
             for j, members in targets.items():
-                columns.setdefault(int(demand.table[i, j]), []).extend(members)
+                columns.setdefault(demand.number(i, j), []).extend(members)
             for number, target in columns.items():
                 if number != NOTHING:
                     sides = self._chosen(demand.source, source), self._chosen(demand.target, target), *when

@@ -14,6 +14,9 @@ from torch._ops import OpOverload
 
 from stpart_compiler.cost_models.liveness import storage_base
 from stpart_compiler.ir.program import Instr, RankProgram, Value, collective_kind
+from stpart_compiler.runtime.local_ops import full_beside, zero_beside, zeros_beside
+
+_MAKERS = (zero_beside, zeros_beside, full_beside)
 
 Span = tuple[int, int]
 """The first and the last instruction of something."""
@@ -46,11 +49,13 @@ def _in_place(instr: Instr) -> Instr:
 def _owners(program: RankProgram) -> dict[str, Value]:
     """Value -> the value that owns its storage, of values whose storage an operator of the program makes.
 
-    Functions of several ops may give back what they are given; operators say in their schema where they do.
+    Functions of several ops may give back what they are given; operators say in their schema where they do. The results
+    of a block without elements are made.
     """
     owner: dict[str, Value] = {}
     for instr in program.body:
-        base, makes = storage_base(instr), isinstance(instr.target, OpOverload)
+        base = storage_base(instr)
+        makes = isinstance(instr.target, OpOverload) or instr.target in _MAKERS
         for value in instr.outs:
             if value is not None and base is None and makes:
                 owner[value.name] = value

@@ -1,9 +1,10 @@
 """What a rank holds at each program point that can be the peak, per class of values, whatever the placements.
 
-The points of a step are its ops in the order of `passes/schedule.py`: where an op runs (operands and results are there
-together), and right after it, where the transfers of its results have started. A *claim* says that at a point so many
-values of a class are held in a layout: the one they are made in, the one a use asks for, or the one they are saved in.
-Claims of one value on the same layout share one tensor.
+The points of a step are its ops in the order of `passes/schedule.py`: right before an op, where what comes for it is
+unpacked, where it runs (operands and results are there together), and right after it, where the transfers of its
+results start. A *claim* says that at a point so many values of a class are held in a layout: the one they are made in,
+the one a use asks for, or the one they are saved in; or what a re-layout holds besides. Claims of one value on the same
+layout share one tensor.
 
 Identical layers make the counts linear in the layer's number, so only the points of the first and the last layer can be
 the peak; of these, a point at which no count is larger than at another one is left out too. Small values are counted,
@@ -30,12 +31,21 @@ from stpart_compiler.passes.quotient import Producer, producer_of, quotient
 Counts = npt.NDArray[np.int64]
 Span = tuple[int, int]
 
+MOMENTS = 3
+"""Positions of an op in the order: what comes for it is unpacked; it runs; its results are sent."""
+
+RUNS, SENDS = 1, 2
+
 SMALL = 1e-3
 """Values of less than this part of the largest one do not make a point of their own."""
 
-ClaimKind = Literal["made", "read", "flight", "saved"]
+ClaimKind = Literal[
+    "made", "read", "flight", "saved", "begin", "move", "end", "begin kept", "move kept", "end kept", "loop"
+]
 """made: as produced. read: as the use asks for it. flight: as produced, until a use that asks for another layout has
-it. saved: as produced, or where that is pending as the use asks for it."""
+it. saved: as produced, or where that is pending as the use asks for it. begin, move, end: what the re-layout for the
+use holds besides, when its first transfer begins, while it runs, and when the last one has ended; "kept" where the
+value is there anyway. loop: what a loop holds of an operand beside the block or slice that it begins with."""
 
 
 When = tuple[tuple[int, bool], ...]
@@ -96,7 +106,7 @@ def timeline(graph: Annotated, cost: LinkCost, again: frozenset[str] = NOTHING_A
 
 @dataclass(frozen=True)
 class Course:
-    """Every op of a step in order, not only those that can be the peak: op t runs at position 2t.
+    """Every op of a step in order, not only those that can be the peak: op t runs at position 3t + 1.
 
     `backward`: number of the first op of backward. `spans`: positions at which values are held, both ends included,
     per class of values and claim.
@@ -110,7 +120,7 @@ class Course:
 
     def counts(self, key: SpanKey) -> Counts:
         """Values held at each position."""
-        return _counts(self.spans[key], 2 * len(self.ops))
+        return _counts(self.spans[key], MOMENTS * len(self.ops))
 
 
 def course(graph: Annotated, cost: LinkCost, again: frozenset[str] = NOTHING_AGAIN) -> Course:
@@ -143,7 +153,7 @@ def _walked(graph: Annotated, cost: LinkCost, again: frozenset[str]) -> tuple[li
     spans = Spans(graph)
     forward = walked_forward(graph, cost, order, spans)
     if order.training:
-        end = 2 * len(order.forward)
+        end = MOMENTS * len(order.forward)
         backward = Walk(graph, order.backward, cost, order.resting | set(order.saved), end)
         for key, param in order.grads:
             backward.give(key, use_of_grad(graph, param))
@@ -164,6 +174,11 @@ class Spans:
     def __post_init__(self) -> None:
         self.param_class = quotient(self.graph).param_class
         self.producers: dict[ValueKey, Producer] = {}
+        self.least = SMALL * max((_bytes(self.graph, key) for key in self.graph.values), default=0)
+
+    def is_large(self, key: ValueKey) -> bool:
+        """Whether a value may make a point of its own."""
+        return _bytes(self.graph, key) >= self.least
 
     def producer(self, key: ValueKey) -> Producer:
         if key not in self.producers:
@@ -202,13 +217,24 @@ def until_given(ahead: Ahead, made: int, end: int) -> tuple[int, int, int]:
     `end`: the last position of the phase.
     """
     waited = ahead.end(made)
-    return 2 * made, end if waited is None else 2 * waited, end
+    return MOMENTS * made + RUNS, end if waited is None else MOMENTS * waited + RUNS, end
+
+
+def room_spans(start: int, first: int, *, stays: bool) -> list[tuple[ClaimKind, Span]]:
+    """Where what a re-layout holds besides is there. `first`: where a use has the result; it is made right before it.
+
+    `stays`: the value is there anyway.
+    """
+    end = max(start, first - 1 if first % MOMENTS == RUNS else first)
+    if stays:
+        return [("begin kept", (start, start)), ("move kept", (start, first)), ("end kept", (end, end))]
+    return [("begin", (start, start)), ("move", (start, first)), ("end", (end, end))]
 
 
 class Walk:
     """Goes through the ops of a phase, from last to first, and notes how long each value is read.
 
-    Position 2t + offset is op t running, the next one is after it.
+    Position 3t + offset is right before op t runs: see `MOMENTS`.
     """
 
     def __init__(
@@ -218,12 +244,13 @@ class Walk:
         self.ops = ops
         self.resting = resting
         self.offset = offset
-        self.end = 2 * len(ops) - 1
+        self.end = MOMENTS * len(ops) - 1
         self.place = {op.name: t for t, op in enumerate(ops)}
         self.reads: dict[ValueKey, dict[Use, Reads]] = {}
         self.last: dict[ValueKey, int] = {}
         self.ahead = Ahead(graph, ops, cost)
         self.kept: set[ValueKey] = set()
+        self.heavy = {op.klass for op in ops if is_heavy(op)}
 
     def give(self, key: ValueKey, use: Use) -> None:
         """A result of the phase: its transfer ends some heavy ops after it was made."""
@@ -238,12 +265,13 @@ class Walk:
         begins = self.ahead.begins()
         for t in reversed(range(len(self.ops))):
             op = self.ops[t]
-            ends = [2 * t, *(self.last.get((op.name, r), 0) for r in range(len(op.call.results)))]
-            last = max(ends) if is_view(op.call.target) else 2 * t
+            runs = MOMENTS * t + RUNS
+            ends = [runs, *(self.last.get((op.name, r), 0) for r in range(len(op.call.results)))]
+            last = max(ends) if is_view(op.call.target) else runs
             for port, key in enumerate(op.operands):
                 if self.last.get(key, 0) > last:
                     spans.lasting.add((op.klass, port))
-                self._touch(key, (op.klass, port), 2 * begins[t], 2 * t, last)
+                self._touch(key, (op.klass, port), MOMENTS * begins[t], runs, last)
         for key, uses in self.reads.items():
             self._note(spans, key, uses)
         for op in self.ops:
@@ -268,16 +296,24 @@ class Walk:
         fresh = made is not None and key not in self.resting
         for use, reads in uses.items():
             if fresh and made is not None:
-                spans.add(key, "read", use, self._at(2 * made + 1, reads.last))
-                spans.add(key, "flight", use, self._at(2 * made + 1, reads.first))
+                spans.add(key, "read", use, self._at(MOMENTS * made + SENDS, reads.last))
+                spans.add(key, "flight", use, self._at(MOMENTS * made + SENDS, reads.first))
+                room = room_spans(MOMENTS * made + SENDS, reads.first, stays=False)
             else:
                 spans.add(key, "read", use, self._at(reads.start, reads.last))
+                room = room_spans(reads.start, reads.first, stays=True)
+            if not spans.is_large(key):
+                continue
+            for kind, span in room:
+                spans.add(key, kind, use, self._at(*span))
+            if use[0] in self.heavy:
+                spans.add(key, "loop", use, self._at(reads.first, reads.last))
 
     def _note_made(self, spans: Spans, op: OpNode) -> None:
         t = self.place[op.name]
         for r, result in enumerate(op.call.results):
             if result is not None:
-                spans.add((op.name, r), "made", None, self._at(2 * t, 2 * t))
+                spans.add((op.name, r), "made", None, self._at(MOMENTS * t + RUNS, MOMENTS * t + RUNS))
 
     def _at(self, start: int, end: int) -> Span:
         return start + self.offset, end + self.offset
@@ -290,7 +326,7 @@ def _add_saved(spans: Spans, forward: Walk, backward: Walk, order: Orders) -> No
     """
     uses: dict[Producer, Use] = {}
     for key in order.saved:
-        made = 2 * forward.place[key[0]] + 1
+        made = MOMENTS * forward.place[key[0]] + SENDS
         first = min(backward.reads[key].items(), key=lambda item: item[1].first)[0]
         use = uses.setdefault(spans.producer(key), first)
         spans.add(key, "saved", use, (made, backward.offset + backward.last[key]))
@@ -299,15 +335,14 @@ def _add_saved(spans: Spans, forward: Walk, backward: Walk, order: Orders) -> No
 def folded(graph: Annotated, ops: list[OpNode], spans: Spans) -> Timeline:
     """Counts per class, at the points that can be the peak."""
     keys = [key for key in spans.found if not (key[1] in ("made", "flight") and shares(graph, spans.value[key[0]]))]
-    largest = max((_bytes(graph, key) for key in graph.values), default=0)
-    large = np.array([_bytes(graph, spans.value[key[0]]) >= SMALL * largest for key in keys], dtype=np.bool_)
+    large = np.array([spans.is_large(spans.value[key[0]]) for key in keys], dtype=np.bool_)
     ends = _ends(ops)
-    counts = np.array([_counts(spans.found[key], 2 * len(ops))[ends] for key in keys], dtype=np.int64)
+    counts = np.array([_counts(spans.found[key], MOMENTS * len(ops))[ends] for key in keys], dtype=np.int64)
     counts = counts.reshape(len(keys), -1)
     chosen = _chosen(counts[large], ends, ops)
     counts = counts[:, chosen]
     places = [ends[n] for n in chosen]
-    points = [Point(ops[at // 2].klass if at % 2 == 0 else -1, ops[at // 2].name) for at in places]
+    points = [Point(ops[at // MOMENTS].klass if at % MOMENTS == RUNS else -1, ops[at // MOMENTS].name) for at in places]
     claims: dict[Producer, list[Claim]] = {}
     for (producer, kind, use, when), row in zip(keys, counts, strict=True):
         if row.any():
@@ -334,7 +369,8 @@ def _bytes(graph: Annotated, key: ValueKey) -> float:
 
 
 def _ends(ops: list[OpNode]) -> list[int]:
-    """Positions of the first two and the last two ops of every class that does anything, run again or not."""
+    """Positions of the first two and the last two ops of every class that does anything, run again or not, and those
+    right before and right after them."""
     places: dict[tuple[int, bool], list[int]] = {}
     ran: set[str] = set()
     for t, op in enumerate(ops):
@@ -342,12 +378,12 @@ def _ends(ops: list[OpNode]) -> list[int]:
             places.setdefault((op.klass, op.name in ran), []).append(t)
             ran.add(op.name)
     kept = {t for ts in places.values() for t in (*ts[:2], *ts[-2:])}
-    return sorted(2 * t + after for t in kept for after in (0, 1))
+    return sorted(MOMENTS * t + moment for t in kept for moment in range(MOMENTS))
 
 
 def _chosen(counts: Counts, ends: list[int], ops: list[OpNode]) -> list[int]:
     """Which of the positions can be the peak."""
-    own = [ops[at // 2].klass if at % 2 == 0 and _has_own(ops[at // 2]) else -1 for at in ends]
+    own = [ops[at // MOMENTS].klass if at % MOMENTS == RUNS and _has_own(ops[at // MOMENTS]) else -1 for at in ends]
     by_point = np.ascontiguousarray(counts.T.astype(np.int32))
     rows = np.empty_like(by_point)
     kept: list[int] = []

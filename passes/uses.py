@@ -13,6 +13,7 @@ from stpart_compiler.ir.redistribute import redistribute
 from stpart_compiler.ir.spacetime import Port, Slices
 from stpart_compiler.passes.overlap import Beside, Overlap
 from stpart_compiler.passes.quotient import Edge, Producer
+from stpart_compiler.passes.room import Room, room
 from stpart_compiler.passes.space import Array, Space, needs_of, ports_of
 
 HIDDEN_SHARE = 0.02
@@ -97,7 +98,8 @@ class Prices:
     def __init__(self, space: Space) -> None:
         self.space = space
         self.overlap = Overlap(space)
-        self.numbers: dict[tuple[tuple[Layout, ...], int, Pair | None], int] = {}
+        self.numbers: dict[tuple[tuple[Layout | int, ...], int, Pair | None], int] = {}
+        self.rooms: dict[tuple[int, int, bool], Room] = {}
         self.tables: dict[object, list[list[int]]] = {}
         self.uses: dict[tuple[Producer, int, int], Use] = {}
         self.by_slices: dict[Producer, Use] = {}
@@ -139,10 +141,18 @@ class Prices:
 
     def _slice_number(self, use: Use, i: int, j: int) -> int:
         """Of the slices of an operand that are held: the one in use, and the one arriving. No other use shares them."""
-        slices, edge = use.apart[i, j], use.edge
+        edge = use.edge
+        return self.number(self._slices(use, i, j), edge.value.dtype.itemsize, (edge.consumer, edge.port))
+
+    def _slices(self, use: Use, i: int, j: int) -> tuple[Layout, ...]:
+        slices = use.apart[i, j]
         part = slices.largest(use.to_layouts[j])
-        sent = () if slices.is_outer else (slices.largest(use.from_layouts[i]),)  # made contiguous
-        return self.number((part, part, *sent), edge.value.dtype.itemsize, (edge.consumer, edge.port))
+        return part, part, *(() if slices.is_outer else (slices.largest(use.from_layouts[i]),))  # made contiguous
+
+    def first_slice(self, use: Use, i: int, j: int) -> int:
+        """Number of what is held of an operand in slices until the loop begins: the first one."""
+        (part, _, *sent), itemsize = self._slices(use, i, j), use.edge.value.dtype.itemsize
+        return self.number((part, *sent), itemsize, (use.edge.consumer, use.edge.port))
 
     def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: Beside) -> list[list[int]]:
         """Prices of all pairs, with `hidden` seconds of compute beside them."""
@@ -171,8 +181,16 @@ class Prices:
             found[i][j] = self._ns(len(slices.atoms) * part, local, hidden, (i, j))
         return found
 
-    def number(self, layouts: tuple[Layout, ...], itemsize: int, only: Pair | None = None) -> int:
-        """Number of what is held of a value with this element size: in a layout, or parts of it in several.
+    def room(self, use: Use, i: int, j: int, *, stays: bool) -> Room:
+        """Elements that a re-layout holds beside its source and its result. `stays`: the source is held anyway."""
+        key = (use.from_ids[i], use.to_ids[j], stays)
+        if key not in self.rooms:
+            ends = use.from_ports[i].layout, use.to_ports[j].layout
+            self.rooms[key] = room(*ends, self.space.mesh, self.space.costs.link, stays=stays)
+        return self.rooms[key]
+
+    def number(self, layouts: tuple[Layout | int, ...], itemsize: int, only: Pair | None = None) -> int:
+        """Number of what is held of a value with this element size: in a layout, parts of it in several, or elements.
 
         `only`: the use, where no other one shares them.
         """

@@ -175,6 +175,14 @@ def step_traffic(step: Step, mesh: Mesh) -> Traffic:
     return leg.traffic
 
 
+def step_traffic_scaled(step: Step, mesh: Mesh) -> tuple[Traffic, int]:
+    """As `step_traffic`, looked up by the step's pattern: traffic in the pattern's elements, and elements for each."""
+    sizes, source, target = _ends(pair := step_pair(step, mesh))
+    leg, scale = _known_leg(tables(mesh), sizes, source, target, pair.combine)
+    assert leg is not None, f"{step.source} to {step.target} is not one step"
+    return leg.traffic, scale
+
+
 def step_pair(step: Step, mesh: Mesh) -> Pair:
     """Both layouts of a step over common atoms."""
     pair = tables(mesh).pair(step.source, step.target)
