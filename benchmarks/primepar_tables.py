@@ -13,9 +13,9 @@ maps, which is the solver's estimate against its estimate for Megatron. Megatron
 into data and tensor parallelism. On the links that the paper's figure 9 implies that is not the split which the paper
 names: tensors cut in hosts, the batch across (figures 2 and 9). Its 7B models do not fit in 32 GB with fewer ranks of
 tensor parallelism than these four. So each system is compared with that split too ("in hosts"). "primepar" is
-PrimePar's space (template primepar_space) on up to four axes, "ours" the solver on the whole space, on three axes where
-there are eight ranks or more, or on the axes of Megatron's best split where that is faster. The paper's own ratios
-stand last, below them for each number of ranks the geometric mean over the models.
+PrimePar's space (template primepar_space), "ours" the solver on the whole space, both on three axes where there are
+eight ranks or more, ours also on the axes of Megatron's best split. The paper's own ratios stand last, below them for
+each number of ranks the geometric mean over the models.
 
 In the paper's implementation collectives and re-layouts hide behind nothing, only rings do: --exposed prices, plans and
 simulates all three systems so. Without it Megatron's gradients are reduced, and ZeRO's parameters fetched, beside
@@ -65,7 +65,7 @@ PRIMEPAR: dict[int, list[tuple[int, ...]]] = {
     4: [(2, 2)],
     8: [(2, 2, 2)],
     16: [(4, 4), (4, 2, 2), (2, 2, 2, 2)],
-    32: [(8, 2, 2), (2, 4, 2, 2)],
+    32: [(8, 2, 2)],
 }
 HOST = 4
 """Ranks of a host."""
