@@ -33,9 +33,10 @@ def measure(layers: int, mesh_text: str, memory: int, programs: bool) -> dict[st
     from stpart_compiler.graphs import annotate
     from stpart_compiler.ir.mesh import parse_mesh
     from stpart_compiler.passes.build_programs import BuildPrograms
+    from stpart_compiler.passes.costs import Costs
     from stpart_compiler.passes.make_plan import MakePlan
     from stpart_compiler.passes.problem import SolverOptions
-    from stpart_compiler.passes.space import Costs, pending_carriers
+    from stpart_compiler.passes.space import pending_carriers
     from stpart_compiler.passes.timeline import timeline
 
     config = LlamaConfig(

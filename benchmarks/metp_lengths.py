@@ -31,11 +31,11 @@ from stpart_compiler.cost_models.sizes import parse_bytes
 from stpart_compiler.graphs import Graphs, annotate, regions_of
 from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.ir.mesh import Mesh
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.regions import REGIONS
 from stpart_compiler.passes.solve import InfeasibleError
-from stpart_compiler.passes.space import Costs
 
 SPATIAL = ("megatron", "megatron_sp", "ulysses_zero3", "cp_zero3")
 PLANS = (*SPATIAL, "metp", "solved")

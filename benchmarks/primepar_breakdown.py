@@ -34,11 +34,12 @@ from stpart_compiler.ir.layout import Digit, Layout
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.spacetime import Strategy
 from stpart_compiler.passes.build_programs import BuildPrograms
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.make_plan import written_plan
 from stpart_compiler.passes.problem import BuildProblem
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueInfo
 from stpart_compiler.passes.solve import Solve
-from stpart_compiler.passes.space import BuildSpace, Costs, Restriction
+from stpart_compiler.passes.space import BuildSpace, Restriction
 from stpart_compiler.passes.strategies import space_on
 from stpart_compiler.passes.templates import TEMPLATES
 

@@ -86,9 +86,9 @@ def measure(name: str, mesh_text: str, layers: int, limit_s: float, trace: bool)
     from stpart_compiler.graphs import annotate
     from stpart_compiler.grids import coarse_and_fine, grids_to_try
     from stpart_compiler.ir.mesh import parse_mesh
+    from stpart_compiler.passes.costs import Costs
     from stpart_compiler.passes.make_plan import MakePlan
     from stpart_compiler.passes.refine import RefinePlan
-    from stpart_compiler.passes.space import Costs
     from stpart_compiler.search import promising
 
     family, batch, sequence, sizes = SIZES[name]

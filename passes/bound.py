@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stpart_compiler.passes.costs import Array
 from stpart_compiler.passes.messages import Model, State
 from stpart_compiler.passes.problem import Problem, evaluate, memory_bytes
-from stpart_compiler.passes.space import Array
 from stpart_compiler.passes.uses import Assignment
 
 POLISH_ROUNDS = 3

@@ -14,11 +14,12 @@ from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.ir.rule import HALO, WHOLE
 from stpart_compiler.ir.spacetime import InvalidStrategyError, Strategy, check_covers, derive
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.plan_rows import plan_rows
 from stpart_compiler.passes.problem import BuildProblem, SolverOptions, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated, OpNode
 from stpart_compiler.passes.quotient import quotient
-from stpart_compiler.passes.space import Choices, Costs, ParamChoices, Space
+from stpart_compiler.passes.space import Choices, ParamChoices, Space
 from stpart_compiler.passes.uses import Assignment
 
 _ANEW = "make the plan anew"

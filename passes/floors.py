@@ -21,9 +21,10 @@ from stpart_compiler.cost_models.cluster import Link
 from stpart_compiler.cost_models.compute import copy_seconds
 from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.placement import Cuts, Tables, is_windowed, tables
+from stpart_compiler.passes.costs import Array, Costs
 from stpart_compiler.passes.overlap import Beside
 from stpart_compiler.passes.room import NO_ROOM, Room
-from stpart_compiler.passes.space import Array, Costs, Space
+from stpart_compiler.passes.space import Space
 from stpart_compiler.passes.uses import Prices, Use
 
 Index = npt.NDArray[np.int64]

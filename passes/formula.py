@@ -27,13 +27,13 @@ from stpart_compiler.ir.layout import Atom, Digit, Layout
 from stpart_compiler.ir.overlap import Expr
 from stpart_compiler.ir.rule import OpRule, TensorMap, block_shape
 from stpart_compiler.ir.spacetime import SLICE, Port, Strategy, derive
-from stpart_compiler.passes.held import op_bytes
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.inner_rings import inner_op, inner_ring, inner_strategy
+from stpart_compiler.passes.own_bytes import op_bytes
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey, reached_from
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import WORK, OpCall
 from stpart_compiler.passes.shares import step_shares
-from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.timeline import timeline
 
 QUANTITIES = ("compute", "bytes_moved", "memory", "seconds")

@@ -14,6 +14,7 @@ import torch
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.bound import find_leanest, find_least
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.narrow import only_choices
 from stpart_compiler.passes.plan_rows import plan_rows
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, evaluate, memory_bytes
@@ -21,7 +22,7 @@ from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
 from stpart_compiler.passes.solve_recompute import Sets, SolveRecompute, bound_within, free_bound
-from stpart_compiler.passes.space import BuildSpace, Choices, Costs, Restriction, Space, strategy_of
+from stpart_compiler.passes.space import BuildSpace, Choices, Restriction, Space, strategy_of
 from stpart_compiler.passes.strategies import space_on
 from stpart_compiler.passes.templates import TEMPLATES, Template, template, whole_layouts
 from stpart_compiler.passes.uses import Assignment

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stpart_compiler.passes.costs import Array
 from stpart_compiler.passes.held import Saved
 from stpart_compiler.passes.problem import Problem
-from stpart_compiler.passes.space import Array
 from stpart_compiler.passes.uses import Assignment, Use
 
 Edge = tuple[int, int]

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from stpart_compiler.passes.held import NOTHING, MemoryMaker, own_bytes
+from stpart_compiler.passes.held import NOTHING, MemoryMaker
+from stpart_compiler.passes.own_bytes import own_bytes
 from stpart_compiler.passes.problem import BuildProblem, SolverOptions, evaluate, group_price
 from stpart_compiler.passes.quotient import Producer
 from stpart_compiler.passes.space import ParamChoices, Space, strategy_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.plan import Alternative, PlanRow
-from stpart_compiler.passes.held import Bytes, op_bytes
+from stpart_compiler.passes.held import Bytes
+from stpart_compiler.passes.own_bytes import op_bytes
 from stpart_compiler.passes.problem import Problem
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.shares import imbalance

@@ -17,13 +17,14 @@ from stpart_compiler.ir.layout import Atom, Digit, Layout, form
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.ir.spacetime import Strategy
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.floors import FloorPrices
 from stpart_compiler.passes.make_plan import written_plan
 from stpart_compiler.passes.narrow import near, only_choices
 from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions, memory_bytes
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.solve import InfeasibleError, Solution, Solve
-from stpart_compiler.passes.space import BuildSpace, Costs, Restriction, Space
+from stpart_compiler.passes.space import BuildSpace, Restriction, Space
 from stpart_compiler.passes.strategies import space_on
 from stpart_compiler.passes.templates import whole_layouts
 from stpart_compiler.passes.tighten import Tight, Tighten

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from stpart_compiler.cost_models.cluster import Cluster
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.plan import Plan
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated
-from stpart_compiler.passes.space import Costs
 
 Progress = Callable[[str], None]
 

@@ -13,11 +13,11 @@ from stpart_compiler.cost_models.compute import arithmetic_seconds, flops, is_ca
 from stpart_compiler.ir.overlap import Expr, StepCost
 from stpart_compiler.ir.rule import OpRule, TensorMap, block_shape
 from stpart_compiler.ir.spacetime import MOVE, Derived, Port, Strategy, factor_atom
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.inner_rings import inner_ring
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.rules.region import Region
 from stpart_compiler.passes.rules.registry import OpCall
-from stpart_compiler.passes.space import Costs
 
 _TAKEN = frozenset("bsfepFB")
 """Letters with a meaning of their own."""

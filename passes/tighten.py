@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from stpart_compiler.passes.costs import Array
 from stpart_compiler.passes.floors import FloorPrices, Index
 from stpart_compiler.passes.messages import Joint, Model, Shared, State
 from stpart_compiler.passes.problem import Problem, evaluate
-from stpart_compiler.passes.space import Array
 from stpart_compiler.passes.uses import Assignment, Use
 
 Mask = npt.NDArray[np.bool_]

@@ -11,10 +11,11 @@ import numpy.typing as npt
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.redistribute import redistribute
 from stpart_compiler.ir.spacetime import Port, Slices
+from stpart_compiler.passes.costs import Array
 from stpart_compiler.passes.overlap import Beside, Overlap
 from stpart_compiler.passes.quotient import Edge, Producer
 from stpart_compiler.passes.room import Room, room
-from stpart_compiler.passes.space import Array, Space, needs_of, ports_of
+from stpart_compiler.passes.space import Space, needs_of, ports_of
 
 HIDDEN_SHARE = 0.02
 """Part of a transfer that is paid for though compute hides it: of two plans equally fast, the one that sends less."""

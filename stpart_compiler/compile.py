@@ -21,11 +21,11 @@ from stpart_compiler.ir.artifact import Deferred
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.build_programs import Programs, input_slots
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.defer import DeferReductions
 from stpart_compiler.passes.fit_plan import FitPlan
 from stpart_compiler.passes.formula import OpFormulas
 from stpart_compiler.passes.problem import SolverOptions
-from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.splits import PriceSplits
 from stpart_compiler.pauses import without_gc
 from stpart_compiler.plan_cache import plan_cache

@@ -13,13 +13,13 @@ from stpart_compiler.graphs import Graphs, regions_of
 from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.build_programs import BuildPrograms, Programs, peak_of
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.make_plan import UNKNOWN, MakePlan, Screened
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.refine import RefinePlan
 from stpart_compiler.passes.regions import KINDS, kinds_of
 from stpart_compiler.passes.solve import InfeasibleError
-from stpart_compiler.passes.space import Costs
 from stpart_compiler.rivals import SOLVED, fastest, priced_alike
 
 MEMORY_ROUNDS = 5

@@ -16,9 +16,9 @@ from stpart_compiler.ir.mesh import Mesh
 from stpart_compiler.ir.program import RankProgram
 from stpart_compiler.ir.spacetime import Strategy
 from stpart_compiler.passes.codegen import Codegen, Placement
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.propagate import Annotated, OpNode, ValueKey
 from stpart_compiler.passes.schedule import MakeSchedule, Schedule
-from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.verify import verify_programs
 from stpart_compiler.runtime.lockstep import run_lockstep
 

@@ -19,8 +19,9 @@ from stpart_compiler.cost_models.liveness import alive_bytes, alive_tensors
 from stpart_compiler.graphs import annotate, fuse
 from stpart_compiler.ir.layout import form, gather, shard
 from stpart_compiler.ir.program import Instr
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.problem import BuildProblem, SolverOptions, evaluate, memory_bytes
-from stpart_compiler.passes.space import BuildSpace, Costs, Space
+from stpart_compiler.passes.space import BuildSpace, Space
 from stpart_compiler.runtime.engine import Engine
 from stpart_compiler.runtime.threads import run_ranks
 

@@ -13,9 +13,9 @@ from stpart_compiler.cost_models.cluster import load_cluster
 from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.ir.spacetime import Strategy, derive
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.propagate import OpNode
 from stpart_compiler.passes.shares import imbalance
-from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.strategies import enumerate_strategies
 
 

@@ -27,12 +27,13 @@ from stpart_compiler.passes.choose_again import (
     with_flags,
     without_flags,
 )
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.peak import TrySets
 from stpart_compiler.passes.problem import BuildProblem, Problem, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.solve import InfeasibleError, Solve
 from stpart_compiler.passes.solve_recompute import SolveRecompute
-from stpart_compiler.passes.space import BuildSpace, Costs, Space
+from stpart_compiler.passes.space import BuildSpace, Space
 from stpart_compiler.passes.uses import Assignment
 
 

@@ -20,12 +20,13 @@ from stpart_compiler.cost_models.traced import Symbols, Traced, expression
 from stpart_compiler.graphs import annotate, fuse
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.ir.plan import Plan, PlanRow
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.formula import OpFormulas
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.order import is_heavy
 from stpart_compiler.passes.problem import SolverOptions
 from stpart_compiler.passes.propagate import Annotated
-from stpart_compiler.passes.space import BuildSpace, Costs
+from stpart_compiler.passes.space import BuildSpace
 from stpart_compiler.presets import PRESETS, causal_lm
 
 QUICK = SolverOptions(time_limit_s=3.0, patience_s=0.3, yardsticks=False)

@@ -14,10 +14,11 @@ from stpart_compiler.capture import capture
 from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.ir.plan import Alternative, Plan
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.plan_rows import plan_rows
 from stpart_compiler.passes.problem import BuildProblem, Problem, evaluate, memory_bytes
 from stpart_compiler.passes.solve import Solve
-from stpart_compiler.passes.space import BuildSpace, Costs
+from stpart_compiler.passes.space import BuildSpace
 from stpart_compiler.passes.uses import Assignment
 
 

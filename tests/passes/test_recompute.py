@@ -25,6 +25,7 @@ from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.ir.plan import Plan
 from stpart_compiler.passes.bound import FindBound
 from stpart_compiler.passes.choose_again import any_set
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.order import marked, may_run_again, orders
 from stpart_compiler.passes.peak import TrySets, only_chosen
@@ -32,7 +33,7 @@ from stpart_compiler.passes.problem import BuildProblem, evaluate, memory_bytes
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.recompute import FindCuts, MayAgain
 from stpart_compiler.passes.solve import InfeasibleError
-from stpart_compiler.passes.space import BuildSpace, Costs
+from stpart_compiler.passes.space import BuildSpace
 from stpart_compiler.passes.strategies import enumerate_strategies, is_contraction
 from stpart_compiler.search import Restrictions, Search
 

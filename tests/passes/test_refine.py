@@ -19,6 +19,7 @@ from stpart_compiler.cost_models.collectives import ALGORITHMS
 from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
 from stpart_compiler.passes.bound import FindBound
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.floors import FloorPrices
 from stpart_compiler.passes.narrow import only_choices
 from stpart_compiler.passes.overlap import Beside
@@ -26,7 +27,7 @@ from stpart_compiler.passes.problem import BuildProblem, Problem, SolverOptions,
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.refine import axis_parts, lifted_strategy
 from stpart_compiler.passes.solve import InfeasibleError, Solve
-from stpart_compiler.passes.space import BuildSpace, Costs, Space
+from stpart_compiler.passes.space import BuildSpace, Space
 from stpart_compiler.passes.strategies import space_on
 from stpart_compiler.passes.tighten import Tighten, stalls
 from stpart_compiler.passes.uses import Prices

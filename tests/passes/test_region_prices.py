@@ -19,9 +19,10 @@ from stpart_compiler.graphs import Graphs, annotate, fuse
 from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.ir.mesh import parse_mesh
 from stpart_compiler.passes.build_programs import BuildPrograms
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.rules.region import Region
-from stpart_compiler.passes.space import BuildSpace, Costs
+from stpart_compiler.passes.space import BuildSpace
 
 
 def test_a_region_costs_its_products() -> None:

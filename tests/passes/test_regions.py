@@ -15,10 +15,10 @@ from stpart_compiler.capture import capture
 from stpart_compiler.graphs import Graphs, annotate, fuse
 from stpart_compiler.inspect.dump import Dumper
 from stpart_compiler.ir.mesh import parse_mesh
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.propagate import Annotated, OpNode
 from stpart_compiler.passes.regions import KINDS, REGIONS, kind_of, kinds_of
 from stpart_compiler.passes.rules.region import Region
-from stpart_compiler.passes.space import Costs
 from stpart_compiler.search import Form, Restrictions, Search, Tried
 
 

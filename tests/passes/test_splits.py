@@ -11,9 +11,9 @@ from stpart_compiler.capture import capture
 from stpart_compiler.cost_models.cluster import Device, Link
 from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import Mesh, parse_mesh
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.make_plan import MakePlan
 from stpart_compiler.passes.propagate import Annotated
-from stpart_compiler.passes.space import Costs
 from stpart_compiler.passes.splits import PriceSplits, splits
 from stpart_compiler.passes.templates import TEMPLATES
 

@@ -15,11 +15,12 @@ from stpart_compiler.capture import capture
 from stpart_compiler.cost_models.cluster import Device, Hidden, Link, load_cluster
 from stpart_compiler.graphs import annotate
 from stpart_compiler.ir.mesh import parse_mesh
+from stpart_compiler.passes.costs import Costs
 from stpart_compiler.passes.make_plan import SPATIAL_ONLY, MakePlan, without_temporal
 from stpart_compiler.passes.problem import BuildProblem
 from stpart_compiler.passes.propagate import Annotated
 from stpart_compiler.passes.solve import Solve
-from stpart_compiler.passes.space import BuildSpace, Costs
+from stpart_compiler.passes.space import BuildSpace
 from stpart_compiler.passes.templates import template
 from stpart_compiler.passes.uses import HIDDEN_SHARE
 
