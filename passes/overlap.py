@@ -71,8 +71,8 @@ class Overlap:
     def seconds(self, edge: Edge, sources: Sequence[Port], targets: Sequence[Port]) -> Beside:
         """What hides a re-layout of this use, each time."""
         found = Beside(*self._beside(edge, sources, targets), self.hidden)
-        comes_alone = (edge.consumer < 0 and edge.port >= 0) or (edge.consumer >= 0 and self._rests(edge))
-        if edge.value.nbytes > SMALL or not comes_alone:
+        is_gradient = edge.consumer < 0 and edge.port >= 0
+        if edge.value.nbytes > SMALL or not (is_gradient or self._of_parameters(edge)):
             return found
         spare = self._spare(edge)
         from_sources, from_targets = ([max(spare, own) for own in side] for side in (found.sources, found.targets))
@@ -136,11 +136,14 @@ class Overlap:
     def _part(self, op: OpNode, edge: Edge) -> float:
         """Of what an op hides the part that is for this use: less than all of a region's parameters and gradients."""
         total = _bytes_beside(self.graph).get(op.klass)
-        kind, klass, _ = edge.producer
-        is_param = kind == "param" or self.space.choices[klass].op.name in parameters(self.graph)
-        if total is None or not (is_param or edge.consumer < 0):
+        if total is None or not (self._of_parameters(edge) or edge.consumer < 0):
             return 1.0
         return edge.value.nbytes / total
+
+    def _of_parameters(self, edge: Edge) -> bool:
+        """Whether the value is a parameter or a view of one."""
+        kind, klass, _ = edge.producer
+        return kind == "param" or (kind == "op" and self.space.choices[klass].op.name in parameters(self.graph))
 
     def _by_layout(self, op: OpNode, edge: Edge) -> dict[tuple[Layout, Slices | None], float]:
         """Seconds of a product in which it leaves the links idle: of its strategies with that layout the least."""

@@ -156,10 +156,10 @@ class Prices:
         return self.number((part, *sent), itemsize, (use.edge.consumer, use.edge.port))
 
     def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: Beside) -> list[list[int]]:
-        """Prices of all pairs, with `hidden` seconds of compute beside them."""
+        """Prices of all pairs, with `hidden` seconds of compute beside them: one at least where something is sent."""
         transfer, local = np.moveaxis(self.space.costs.table(sources, targets, itemsize), -1, 0)
         mean = self.exposed(transfer, np.minimum.outer(hidden.sources, hidden.targets), hidden)
-        found: list[list[int]] = np.rint((mean + local) * 1e9).astype(np.int64).tolist()
+        found: list[list[int]] = np.maximum(np.rint((mean + local) * 1e9), transfer > 0).astype(np.int64).tolist()
         return found
 
     def exposed(self, transfer: Array, most: Array, beside: Beside) -> Array:
@@ -170,7 +170,7 @@ class Prices:
     def _ns(self, transfer: float, local: float, hidden: Beside, at: Pair) -> int:
         """Nanoseconds, on average, of what compute does not hide of a transfer, and of the copies that it needs."""
         mean = self.exposed(np.array(transfer), np.array(hidden.largest(*at)), hidden)
-        return round((float(mean) + local) * 1e9)
+        return max(round((float(mean) + local) * 1e9), int(transfer > 0))
 
     def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: Beside) -> list[list[int]]:
         """The prices where some re-layouts are made of those of slices: the same bytes in more messages."""
