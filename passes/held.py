@@ -21,7 +21,7 @@ from stpart_compiler.ir.layout import Layout, max_local_numel
 from stpart_compiler.ir.spacetime import MOVE
 from stpart_compiler.passes.own_bytes import own_bytes
 from stpart_compiler.passes.space import Space, again_root, ports_of
-from stpart_compiler.passes.timeline import Claim, ClaimKind, Counts, Held, Timeline
+from stpart_compiler.passes.timeline import KEPT_ROOM, ROOM, Claim, ClaimKind, Counts, Held, Timeline
 from stpart_compiler.passes.uses import Assignment, Prices, Use
 
 Index = npt.NDArray[np.int64]
@@ -29,12 +29,7 @@ Bytes = npt.NDArray[np.int64]
 NOTHING = -1
 
 ROOMS: dict[ClaimKind, tuple[int, bool]] = {
-    "begin": (0, False),
-    "move": (1, False),
-    "end": (2, False),
-    "begin kept": (0, True),
-    "move kept": (1, True),
-    "end kept": (2, True),
+    kind: (moment, stays) for stays, kinds in ((False, ROOM), (True, KEPT_ROOM)) for moment, kind in enumerate(kinds)
 }
 """Which part of a `Room` a claim is, and whether the value is there anyway."""
 

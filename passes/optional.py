@@ -24,13 +24,11 @@ from stpart_compiler.passes.timeline import (
     SENDS,
     ClaimKind,
     Reads,
-    Span,
     Spans,
     Timeline,
     Walk,
     When,
     folded,
-    room_spans,
     until_given,
     walked_forward,
 )
@@ -141,15 +139,11 @@ class _Backward:
         own = self._if_made(self.ops[made]) if made is not None else ALWAYS
         for (use, when), reads in uses.items():
             if made is not None:
-                self._add(spans, key, "read", use, (MOMENTS * made + SENDS, reads.last), (*own, *when))
-                self._add(spans, key, "flight", use, (MOMENTS * made + SENDS, reads.first), (*own, *when))
-                self._add_room(
-                    spans, key, use, room_spans(MOMENTS * made + SENDS, reads.first, stays=False), (*own, *when)
-                )
+                for kind, span in spans.of_read(key, reads, made):
+                    self._add(spans, key, kind, use, span, (*own, *when))
             if made is None or own:
-                self._add(spans, key, "read", use, (reads.start, reads.last), (*_not(own), *when))
-                room = room_spans(reads.start, reads.first, stays=True)
-                self._add_room(spans, key, use, room, (*_not(own), *when))
+                for kind, span in spans.of_read(key, reads, None):
+                    self._add(spans, key, kind, use, span, (*_not(own), *when))
             if use[0] in self.heavy and spans.is_large(key):
                 self._add(spans, key, "loop", use, (reads.first, reads.last), when)
         if key in self.order.saved or (own and not is_view(self.graph.by_name[key[0]].call.target)):
@@ -162,10 +156,6 @@ class _Backward:
         start = MOMENTS * self.forward.place[key[0]] + SENDS
         for when, last in self.last[key].items():
             spans.add(key, "saved", use, (start, self.offset + last), (*own, *when))
-
-    def _add_room(self, spans: Spans, key: ValueKey, use: Use, room: list[tuple[ClaimKind, Span]], when: When) -> None:
-        for kind, span in room if spans.is_large(key) else ():
-            self._add(spans, key, kind, use, span, when)
 
     def _add(
         self, spans: Spans, key: ValueKey, kind: ClaimKind, use: Use | None, span: tuple[int, int], when: When

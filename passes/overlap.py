@@ -239,10 +239,16 @@ def _gradients(graph: Annotated) -> Counter[str]:
 
 
 @lru_cache(maxsize=8)
+def _phases(graph: Annotated, cost: LinkCost) -> tuple[Ahead, Ahead]:
+    """The products of forward and of backward."""
+    order = orders(graph)
+    return Ahead(graph, order.forward, cost), Ahead(graph, order.backward, cost)
+
+
+@lru_cache(maxsize=8)
 def _unhidden(graph: Annotated, cost: LinkCost) -> tuple[Counter[int], Counter[int]]:
     """Per class of products how many fetches of their parameters, and reductions of their gradients, nothing hides."""
-    order = orders(graph)
-    phases = [Ahead(graph, ops, cost) for ops in (order.forward, order.backward)]
+    phases = _phases(graph, cost)
     fetches = Counter(op.klass for op in (phase.late_fetch() for phase in phases) if op is not None)
     last = phases[1].late_result(_gradients(graph))
     return fetches, Counter([last.klass] if last is not None else [])
@@ -251,9 +257,8 @@ def _unhidden(graph: Annotated, cost: LinkCost) -> tuple[Counter[int], Counter[i
 @lru_cache(maxsize=8)
 def _spare_seconds(graph: Annotated, cost: LinkCost) -> tuple[float, float]:
     """Seconds of products for each fetch of a small parameter, in backward for each reduction of a gradient too."""
-    order = orders(graph)
     small = sum(value.kind == "param" and value.nbytes <= SMALL for value in graph.values.values())
-    forward, backward = (sum(Ahead(graph, ops, cost).seconds().values()) for ops in (order.forward, order.backward))
+    forward, backward = (sum(phase.seconds().values()) for phase in _phases(graph, cost))
     return forward / max(1, small), backward / max(1, 2 * small)
 
 
@@ -277,10 +282,10 @@ def _worked(graph: Annotated, cost: LinkCost) -> dict[str, _At]:
     """Per op of the step where it is."""
     order = orders(graph)
     found: dict[str, _At] = {}
-    for phase, ops in enumerate((order.forward, order.backward)):
-        seconds, before = Ahead(graph, ops, cost).seconds(), 0.0
+    for number, (ops, phase) in enumerate(zip((order.forward, order.backward), _phases(graph, cost), strict=True)):
+        seconds, before = phase.seconds(), 0.0
         for op in ops:
             after = before + seconds.get(op.name, 0.0)
-            found[op.name] = _At(phase, before, after)
+            found[op.name] = _At(number, before, after)
             before = after
     return found

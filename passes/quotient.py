@@ -59,7 +59,7 @@ def quotient(graph: Annotated) -> Quotient:
     """Fold the annotated graph by its classes."""
     params, param_class = _params(graph)
     fixed = [info for info in graph.values.values() if info.kind in ("buffer", "input", "constant")]
-    nbytes = sum(info.numel * info.dtype.itemsize for info in fixed)
+    nbytes = sum(info.nbytes for info in fixed)
     edges, finals = _edges(graph, param_class), _finals(graph, param_class)
     return Quotient(params, param_class, edges, finals, nbytes)
 

@@ -29,8 +29,12 @@ class Template:
     weights_stay: bool = False  # parameters are used where they rest: no gathering of weights
     regions: str | None = None  # kind of regions that are one op each
     again: Callable[[Annotated], frozenset[str]] = lambda graph: frozenset()  # ops of forward that backward runs again
-    pairs: bool = False  # maps a pair of equal axes at once, beside cuts along others
     yardstick: bool = True  # plans are compared with it; not where solving it takes as long as solving for the plan
+
+    @property
+    def pairs(self) -> bool:
+        """Whether it maps a pair of equal axes at once, beside cuts along others."""
+        return self.applies is _square
 
 
 def _axes(digits: tuple[Digit, ...]) -> set[str]:
@@ -350,7 +354,6 @@ _ALL = (
         "2-D temporal maps for all linear layers",
         Restriction(_primepar, _smallest, _cuts),
         _square,
-        pairs=True,
     ),
     Template(
         "primepar_space",
@@ -358,7 +361,6 @@ _ALL = (
         Restriction(_spatial_or_primepar),
         _square,
         weights_stay=True,
-        pairs=True,
         yardstick=False,
     ),
 )

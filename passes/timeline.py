@@ -13,6 +13,7 @@ but not looked at for this.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -47,6 +48,9 @@ it. saved: as produced, or where that is pending as the use asks for it. begin, 
 use holds besides, when its first transfer begins, while it runs, and when the last one has ended; "kept" where the
 value is there anyway. loop: what a loop holds of an operand beside the block or slice that it begins with."""
 
+ROOM: tuple[ClaimKind, ...] = ("begin", "move", "end")
+KEPT_ROOM: tuple[ClaimKind, ...] = ("begin kept", "move kept", "end kept")
+"""The claims that are parts of a `Room` (`passes/room.py`), in its order."""
 
 When = tuple[tuple[int, bool], ...]
 """Of some op classes whether they run again in backward: what a claim holds only with (`passes/optional.py`)."""
@@ -174,16 +178,31 @@ class Spans:
     def __post_init__(self) -> None:
         self.param_class = quotient(self.graph).param_class
         self.producers: dict[ValueKey, Producer] = {}
-        self.least = SMALL * max((_bytes(self.graph, key) for key in self.graph.values), default=0)
+        self.least = SMALL * max((value.nbytes for value in self.graph.values.values()), default=0)
 
     def is_large(self, key: ValueKey) -> bool:
         """Whether a value may make a point of its own."""
-        return _bytes(self.graph, key) >= self.least
+        return self.graph.values[key].nbytes >= self.least
 
     def producer(self, key: ValueKey) -> Producer:
         if key not in self.producers:
             self.producers[key] = producer_of(self.graph, key, self.param_class)
         return self.producers[key]
+
+    def of_read(self, key: ValueKey, reads: Reads, made: int | None) -> Iterator[tuple[ClaimKind, Span]]:
+        """What is held for a use of a value. `made`: the op of the phase that makes it; None: it is there anyway.
+
+        What the re-layout holds besides is looked at for large values. Its end is right before the op that reads first.
+        """
+        start = reads.start if made is None else MOMENTS * made + SENDS
+        yield "read", (start, reads.last)
+        if made is not None:
+            yield "flight", (start, reads.first)
+        if not self.is_large(key):
+            return
+        end = max(start, reads.first - 1 if reads.first % MOMENTS == RUNS else reads.first)
+        spans = (start, start), (start, reads.first), (end, end)
+        yield from zip(KEPT_ROOM if made is None else ROOM, spans, strict=True)
 
     def add(self, key: ValueKey, kind: ClaimKind, use: Use | None, span: Span, when: When = ALWAYS) -> None:
         producer = self.producer(key)
@@ -218,17 +237,6 @@ def until_given(ahead: Ahead, made: int, end: int) -> tuple[int, int, int]:
     """
     waited = ahead.end(made)
     return MOMENTS * made + RUNS, end if waited is None else MOMENTS * waited + RUNS, end
-
-
-def room_spans(start: int, first: int, *, stays: bool) -> list[tuple[ClaimKind, Span]]:
-    """Where what a re-layout holds besides is there. `first`: where a use has the result; it is made right before it.
-
-    `stays`: the value is there anyway.
-    """
-    end = max(start, first - 1 if first % MOMENTS == RUNS else first)
-    if stays:
-        return [("begin kept", (start, start)), ("move kept", (start, first)), ("end kept", (end, end))]
-    return [("begin", (start, start)), ("move", (start, first)), ("end", (end, end))]
 
 
 class Walk:
@@ -292,21 +300,11 @@ class Walk:
             self._touch(operand, (view.klass, port), start, first, last)
 
     def _note(self, spans: Spans, key: ValueKey, uses: dict[Use, Reads]) -> None:
-        made = self.place.get(key[0])
-        fresh = made is not None and key not in self.resting
+        made = self.place.get(key[0]) if key not in self.resting else None
         for use, reads in uses.items():
-            if fresh and made is not None:
-                spans.add(key, "read", use, self._at(MOMENTS * made + SENDS, reads.last))
-                spans.add(key, "flight", use, self._at(MOMENTS * made + SENDS, reads.first))
-                room = room_spans(MOMENTS * made + SENDS, reads.first, stays=False)
-            else:
-                spans.add(key, "read", use, self._at(reads.start, reads.last))
-                room = room_spans(reads.start, reads.first, stays=True)
-            if not spans.is_large(key):
-                continue
-            for kind, span in room:
+            for kind, span in spans.of_read(key, reads, made):
                 spans.add(key, kind, use, self._at(*span))
-            if use[0] in self.heavy:
+            if use[0] in self.heavy and spans.is_large(key):
                 spans.add(key, "loop", use, self._at(reads.first, reads.last))
 
     def _note_made(self, spans: Spans, op: OpNode) -> None:
@@ -362,10 +360,6 @@ def _counts(spans: list[Span], positions: int) -> Counts:
         change[start] += 1
         change[end + 1] -= 1
     return np.cumsum(change)[:-1]
-
-
-def _bytes(graph: Annotated, key: ValueKey) -> float:
-    return graph.values[key].numel * graph.values[key].dtype.itemsize
 
 
 def _ends(ops: list[OpNode]) -> list[int]:
