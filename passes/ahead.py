@@ -104,6 +104,12 @@ class Ahead:
                 found[t] = self._heavy[min(first, number - 1)]
         return found
 
+    def halfway(self, start: int, stop: int) -> int | None:
+        """The heavy op within which half of the work from op `start` to `stop` is done; None: there is no work."""
+        first, last = bisect_left(self._heavy, start), bisect_left(self._heavy, stop)
+        half = (self._before[first] + self._before[last] + 1) // 2
+        return self._heavy[bisect_left(self._before, half, first + 1) - 1] if first < last else None
+
     def end(self, t: int) -> int | None:
         """The heavy op before which a result of the phase is waited for that op t makes; None: the end of the phase."""
         number = bisect_right(self._heavy, t)

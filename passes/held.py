@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -307,15 +307,17 @@ class MemoryMaker:
         self.constant = np.full(self.points, space.classes.fixed_bytes, dtype=np.int64)
 
     def run(self) -> Memory:
-        found = [(held, self._demands(held)) for held in self.line.held]
-        mixed = [Mixed(demands) for held, demands in found if not self._add(demands)]
+        found = [demands for held in self.line.held for demands in self._demands(held)]
+        mixed = [Mixed(demands) for demands in found if not self._add(demands)]
         self.add_params()
         self._add_own()
         return Memory(self.points, self.constant, self.tables, mixed, self.sizes)
 
-    def _demands(self, held: Held) -> list[Demand]:
-        found = [self.demand(held, claim) for claim in held.claims]
-        return [demand for demand in found if demand is not None]
+    def _demands(self, held: Held) -> Iterator[list[Demand]]:
+        """Of the value that is being made, and of those that were: never of the same one, so both are held."""
+        for is_made in (True, False):
+            found = [self.demand(held, claim) for claim in held.claims if (claim.kind == "made") == is_made]
+            yield [demand for demand in found if demand is not None]
 
     def demand(self, held: Held, claim: Claim) -> Demand | None:
         """None where nothing is held."""

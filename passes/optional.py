@@ -139,10 +139,10 @@ class _Backward:
         own = self._if_made(self.ops[made]) if made is not None else ALWAYS
         for (use, when), reads in uses.items():
             if made is not None:
-                for kind, span in spans.of_read(key, reads, made):
+                for kind, span in spans.of_read(key, reads, made, self.ahead):
                     self._add(spans, key, kind, use, span, (*own, *when))
             if made is None or own:
-                for kind, span in spans.of_read(key, reads, None):
+                for kind, span in spans.of_read(key, reads, None, self.ahead):
                     self._add(spans, key, kind, use, span, (*_not(own), *when))
             if use[0] in self.heavy and spans.is_large(key):
                 self._add(spans, key, "loop", use, (reads.first, reads.last), when)

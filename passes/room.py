@@ -18,14 +18,17 @@ from stpart_compiler.ir.redistribute import Step, redistribute, step_boxes, step
 
 
 class Room(NamedTuple):
-    """Elements of the fullest rank: when the first transfer begins, while it runs, and when the last one has ended."""
+    """Elements of the fullest rank, each beside the former: while the first transfer runs; when it begins; while later
+    ones run; when the last one has ended.
+    """
 
-    begin: int
     move: int
+    begin: int
+    later: int
     end: int
 
 
-NO_ROOM = Room(0, 0, 0)
+NO_ROOM = Room(0, 0, 0, 0)
 
 
 class _Needs(NamedTuple):
@@ -50,14 +53,16 @@ def room(source: Layout, target: Layout, mesh: Mesh, cost: LinkCost, *, stays: b
     first, *others = (_needs(step, mesh) for step in steps)
     own, made = max_local_numel(source), max_local_numel(target)
     begin = first.packed if stays else max(first.packed, first.moving)
-    move = first.moving + (first.packed if stays else 0)
-    end = first.end + (own if first.reads and not stays else 0)
+    move = first.moving + (first.packed if stays or first.reads else 0)
+    later, end = 0, first.end + (own if first.reads and not stays else 0)
     for step, needs in zip(steps[1:], others, strict=True):
         held = max_local_numel(step.source)
-        end = max(end, held + needs.packed, held + needs.moving, needs.end + (held if needs.reads else 0))
+        end = max(end, held + needs.packed, needs.end + (held if needs.reads else 0))
+        later = max(later, held + needs.moving)
     counted = made if stays else own + made
     move = max(0, move - made)
-    return Room(max(0, begin - made - move), move, max(0, end - counted - move))
+    later = max(0, later - counted - move)
+    return Room(move, max(0, begin - made - move), later, max(0, end - counted - move - later))
 
 
 def _needs(step: Step, mesh: Mesh) -> _Needs:

@@ -41,15 +41,28 @@ SMALL = 1e-3
 """Values of less than this part of the largest one do not make a point of their own."""
 
 ClaimKind = Literal[
-    "made", "read", "flight", "saved", "begin", "move", "end", "begin kept", "move kept", "end kept", "loop"
+    "made",
+    "read",
+    "flight",
+    "saved",
+    "move",
+    "begin",
+    "later",
+    "end",
+    "move kept",
+    "begin kept",
+    "later kept",
+    "end kept",
+    "loop",
 ]
 """made: as produced. read: as the use asks for it. flight: as produced, until a use that asks for another layout has
-it. saved: as produced, or where that is pending as the use asks for it. begin, move, end: what the re-layout for the
-use holds besides, when its first transfer begins, while it runs, and when the last one has ended; "kept" where the
-value is there anyway. loop: what a loop holds of an operand beside the block or slice that it begins with."""
+it. saved: as produced, or where that is pending as the use asks for it. move, begin, later, end: what the re-layout for
+the use holds besides, while transfers run, when the first one begins, in the half of the time in which later ones run,
+and when the last one has ended; "kept" where the value is there anyway. loop: what a loop holds of an operand beside
+the block or slice that it begins with."""
 
-ROOM: tuple[ClaimKind, ...] = ("begin", "move", "end")
-KEPT_ROOM: tuple[ClaimKind, ...] = ("begin kept", "move kept", "end kept")
+ROOM: tuple[ClaimKind, ...] = ("move", "begin", "later", "end")
+KEPT_ROOM: tuple[ClaimKind, ...] = ("move kept", "begin kept", "later kept", "end kept")
 """The claims that are parts of a `Room` (`passes/room.py`), in its order."""
 
 When = tuple[tuple[int, bool], ...]
@@ -189,20 +202,23 @@ class Spans:
             self.producers[key] = producer_of(self.graph, key, self.param_class)
         return self.producers[key]
 
-    def of_read(self, key: ValueKey, reads: Reads, made: int | None) -> Iterator[tuple[ClaimKind, Span]]:
+    def of_read(self, key: ValueKey, reads: Reads, made: int | None, ahead: Ahead) -> Iterator[tuple[ClaimKind, Span]]:
         """What is held for a use of a value. `made`: the op of the phase that makes it; None: it is there anyway.
 
         What the re-layout holds besides is looked at for large values. Its end is right before the op that reads first.
         """
         start = reads.start if made is None else MOMENTS * made + SENDS
+        end = max(start, reads.first - 1 if reads.first % MOMENTS == RUNS else reads.first)
         yield "read", (start, reads.last)
         if made is not None:
-            yield "flight", (start, reads.first)
+            yield "flight", (start, end)
         if not self.is_large(key):
             return
-        end = max(start, reads.first - 1 if reads.first % MOMENTS == RUNS else reads.first)
-        spans = (start, start), (start, reads.first), (end, end)
-        yield from zip(KEPT_ROOM if made is None else ROOM, spans, strict=True)
+        half = ahead.halfway(-(-start // MOMENTS), reads.first // MOMENTS)
+        later = end if half is None else min(end, MOMENTS * half + SENDS)
+        spans = (start, end), (start, start), (later, end), (end, end)
+        is_kept = made is None or shares(self.graph, key)  # behind a view is a value with claims of its own
+        yield from zip(KEPT_ROOM if is_kept else ROOM, spans, strict=True)
 
     def add(self, key: ValueKey, kind: ClaimKind, use: Use | None, span: Span, when: When = ALWAYS) -> None:
         producer = self.producer(key)
@@ -302,7 +318,7 @@ class Walk:
     def _note(self, spans: Spans, key: ValueKey, uses: dict[Use, Reads]) -> None:
         made = self.place.get(key[0]) if key not in self.resting else None
         for use, reads in uses.items():
-            for kind, span in spans.of_read(key, reads, made):
+            for kind, span in spans.of_read(key, reads, made, self.ahead):
                 spans.add(key, kind, use, self._at(*span))
             if use[0] in self.heavy and spans.is_large(key):
                 spans.add(key, "loop", use, self._at(reads.first, reads.last))

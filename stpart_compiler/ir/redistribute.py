@@ -382,7 +382,7 @@ def _routes(table: Tables, source: Placed, target: Placed) -> Iterator[list[Plac
     if plain != target.cuts:  # to blocks that do not overlap, then their halos
         yield from ([*stops, target] for stops in _routes(table, source, Placed(plain, target.partial)))
     for head in _heads(table, source, goal, gone):
-        for tail in _tails(head[-1], goal):
+        for tail in _tails(table, head[-1], goal):
             yield [*head, *tail, goal, target]
 
 
@@ -422,17 +422,19 @@ def _extended(table: Tables, here: Placed, goal: Placed) -> Placed:
     return Placed(tuple(cuts), here.partial)
 
 
-def _tails(here: Placed, goal: Placed) -> Iterator[list[Placed]]:
-    """Stops on the way of blocks: none, the cuts both sides share, or one digit gathered after another."""
+def _tails(table: Tables, here: Placed, goal: Placed) -> Iterator[list[Placed]]:
+    """Stops on the way of blocks: none, the cuts both sides share, or one digit gathered after another.
+
+    A digit that the goal has elsewhere may move; so may one that cuts as one of the goal's does, in another order.
+    """
     yield []
     shared = tuple(map(_prefix, here.cuts, goal.cuts))
-    if shared not in (here.cuts, goal.cuts):
-        yield [Placed(shared, here.partial)]
     moving = {i for cut in goal.cuts for i in cut}
-    kept = tuple(_without_last(cut, moving) for cut in here.cuts)
-    if kept not in (here.cuts, goal.cuts, shared):
-        yield [Placed(kept, here.partial)]
-    for final in dict.fromkeys((shared, kept)):
+    turned = {table.classes((i,)) for i in moving}
+    alike = {i for cut in here.cuts for i in cut if table.classes((i,)) in turned}
+    ends = [shared, *(tuple(_without_last(cut, some) for cut in here.cuts) for some in (moving, moving | alike))]
+    yield from ([Placed(end, here.partial)] for end in dict.fromkeys(ends) if end not in (here.cuts, goal.cuts))
+    for final in dict.fromkeys(ends):
         yield from _one_by_one(here, final)
 
 

@@ -144,6 +144,14 @@ def test_every_layout_becomes_one_of_halos(
     assert redistribution_cost(source, target, mesh, PLAN_ITEMSIZE) >= 0
 
 
+def test_blocks_in_another_order_are_exchanged_and_not_gathered() -> None:
+    """Minor digits are gathered first; the major one is there in both layouts, turned by one rank."""
+    turned = form(2, 0, 1, r=1)
+    plan = redistribute(at((), (R, C)), at((turned,)), SQUARE)
+    assert [step.kind for step in plan.steps] == ["all_gather", "exchange"]
+    assert str(plan.steps[0].target) == "[8, 12@r]"
+
+
 def test_a_halo_costs_what_its_rows_cost() -> None:
     """A kernel of three on four blocks of rows of ten: a row from each neighbour, whatever the size of a block."""
     for rows in (32, 320):

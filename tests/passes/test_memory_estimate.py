@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from slow_ranks import CLUSTER
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from zoo import Step, make
 
 import stpart_compiler as st
@@ -31,6 +31,14 @@ def with_vocabulary(vocabulary: int, hidden: int, batch: int) -> Step:
         return Step(LlamaForCausalLM(config), (), {"input_ids": ids, "labels": ids})
 
 
+def gpt2(vocabulary: int) -> Step:
+    """Two layers, whose tied embedding is as large a part as the vocabulary says."""
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=vocabulary, n_positions=32)
+    ids = torch.zeros(4, 32, dtype=torch.long)
+    with torch.device("meta"):
+        return Step(GPT2LMHeadModel(config).eval(), (), {"input_ids": ids, "labels": ids})
+
+
 tiny = partial(make, "llama")
 large = partial(with_vocabulary, 4096, 64, 4)
 uneven = partial(with_vocabulary, 1001, 56, 5)
@@ -46,6 +54,10 @@ CASES = {
     "weights travel and stay": (tiny, "ring", (4,)),
     "the first slice waits alone": (tiny, "metp", (4,)),
     "two steps of a loop": (large, "metp", (2,)),
+    "one layer's gradients are made while another's are sent": (partial(gpt2, 64), "metp", (2, 2)),
+    "the next transfer of a row runs ahead of its use": (uneven, "metp", (2, 2)),
+    "what was sent is gone when the op runs": (partial(gpt2, 2049), "metp", (2,)),
+    "a rank's own piece is cut out at the end": (partial(gpt2, 5025), "megatron_sp", (3,)),
 }
 
 
