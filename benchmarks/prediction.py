@@ -5,7 +5,7 @@
 
 bfloat16 on the meta device; float32 with --measure. Columns: the plan's predicted step, the simulated one, their
 ratio, the simulated compute, the exposed communication; memory by the solver's estimate and exact (both without
-optimizer state). --measure: also forward and backward on local gloo ranks, the median of so many steps, and how the
+optimizer state). --measure: also forward and backward on local gloo ranks, the least of so many steps, and how the
 simulated order of plans agrees with the measured one; give the file that `stpart calibrate` wrote as --cluster, and
 small sizes.
 """
@@ -142,14 +142,17 @@ def rank_correlation(left: list[float], right: list[float]) -> float:
 
 
 def measure(compiled: st.CompiledModel, ids: torch.Tensor, steps: int) -> float:
-    """Seconds of forward and backward on local ranks: median over steps but the first, of the slowest rank in each."""
+    """Seconds of forward and backward on local ranks, of the slowest one: the least of so many steps after the first.
+
+    As in calibration, since other work on the machine only adds.
+    """
     with tempfile.TemporaryDirectory(prefix="stpart") as name:
         directory = Path(name)
         compiled.save(directory)
         torch.save((ids, steps), directory / "job.pt")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         launch(compiled.world_size, Path(__file__).stem, name, 600.0)
-        return statistics.median(torch.load(directory / "times.pt"))
+        return min(torch.load(directory / "times.pt"))
 
 
 def run_rank(directory: Path) -> None:

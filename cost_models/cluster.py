@@ -129,9 +129,10 @@ class Link:
     receive over one such link together, like those of a host over its network card; its bandwidth is theirs together.
     `algorithms`: those of which a collective that this link limits takes the cheapest; a ring where none of them can do
     it. `efficiency`: per kind of collective points (bytes that one rank sends, share of the bandwidth), ascending.
+    `latencies`: seconds a message in collectives of a kind, where they are not `latency`.
 
     Raises:
-        ValueError: the bandwidth is not positive, the latency negative, or no rank has the link; an algorithm or kind
+        ValueError: the bandwidth is not positive, a latency negative, or no rank has the link; an algorithm or kind
             of collective is unknown, or a point of a curve makes more bytes cheaper than fewer.
     """
 
@@ -141,11 +142,11 @@ class Link:
     shared_by: int = 1
     algorithms: tuple[str, ...] = (RING,)
     efficiency: tuple[tuple[str, Curve], ...] = ()
+    latencies: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         _check_positive("link: bandwidth", self.bandwidth)
-        if not (math.isfinite(self.latency) and self.latency >= 0):
-            raise ValueError(f"link: latency is {self.latency}; expected seconds >= 0")
+        _check_latency("latency", self.latency)
         if self.shared_by < 1:
             raise ValueError(f"link: shared_by is {self.shared_by}; expected the number of ranks on one link, >= 1")
         if not self.algorithms or not set(self.algorithms) <= set(ALGORITHMS):
@@ -153,13 +154,19 @@ class Link:
                 f"link: algorithms is {list(self.algorithms)}; expected one or more of {', '.join(ALGORITHMS)}"
             )
         for kind, curve in self.efficiency:
-            if kind not in COLLECTIVES:
-                raise ValueError(f"link: efficiency.{kind} is no collective; use one of {', '.join(COLLECTIVES)}")
+            _check_collective(f"efficiency.{kind}", kind)
             check_curve(f"link: efficiency.{kind}", curve, "bytes")
+        for kind, latency in self.latencies:
+            _check_collective(f"latencies.{kind}", kind)
+            _check_latency(f"latencies.{kind}", latency)
 
     def reached(self, kind: str, nbytes: float) -> float:
         """Share of the bandwidth that a collective reaches in which one rank sends `nbytes`; of all else the whole."""
         return next((share_at(curve, float(nbytes)) for name, curve in self.efficiency if name == kind), 1.0)
+
+    def latency_of(self, kind: str) -> float:
+        """Seconds a message in a collective of a kind, or of what is none."""
+        return next((latency for name, latency in self.latencies if name == kind), self.latency)
 
 
 @dataclass(frozen=True)
@@ -393,11 +400,22 @@ def _link(table: Table) -> Link:
     shared_by = table.optional_integer("shared_by") or 1
     algorithms = table.optional_strings("algorithms")
     efficiency = table.optional_table("efficiency").curves()
+    latencies = table.optional_table("latencies").numbers()
     table.check_no_more()
     try:
-        return Link(*values, shared_by, (RING,) if algorithms is None else algorithms, efficiency)
+        return Link(*values, shared_by, (RING,) if algorithms is None else algorithms, efficiency, latencies)
     except ValueError as error:
         raise ValueError(f"{table.where()}: {error}") from None
+
+
+def _check_latency(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"link: {what} is {value}; expected seconds >= 0")
+
+
+def _check_collective(what: str, kind: str) -> None:
+    if kind not in COLLECTIVES:
+        raise ValueError(f"link: {what} is no collective; use one of {', '.join(COLLECTIVES)}")
 
 
 def _check_positive(what: str, value: float) -> None:

@@ -45,6 +45,8 @@ def _link(ranks: int | None, link: Link) -> list[str]:
         lines.append(f"algorithms = [{', '.join(map(_quoted, link.algorithms))}]")
     if link.efficiency:
         lines += ["", "[links.efficiency]", *(f"{kind} = {_points(curve)}" for kind, curve in link.efficiency)]
+    if link.latencies:
+        lines += ["", "[links.latencies]", *(f"{kind} = {latency!r}" for kind, latency in link.latencies)]
     return lines
 
 

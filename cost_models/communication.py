@@ -78,6 +78,8 @@ def route_seconds(route: Route, nbytes: float) -> float:
 
 def _reached_seconds(kind: str, nbytes: float, link: Link, messages: int) -> float:
     """Seconds in which each rank of a collective sends `nbytes`, at the rate that this kind reaches on the link."""
+    if link.latencies:
+        link = replace(link, latency=link.latency_of(kind))
     return exchange_seconds(nbytes / link.reached(kind, nbytes) if link.efficiency else nbytes, link, messages)
 
 

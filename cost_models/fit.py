@@ -41,7 +41,7 @@ class Transfer:
     def predicted(self, link: Link) -> float:
         """Seconds by the cost model, of a ring."""
         messages, nbytes = self.terms(link.full_duplex)
-        return messages * link.latency + nbytes / (link.bandwidth * link.reached(self.kind, self.sent))
+        return messages * link.latency_of(self.kind) + nbytes / (link.bandwidth * link.reached(self.kind, self.sent))
 
     @property
     def sent(self) -> float:
@@ -60,6 +60,12 @@ def fit_link(transfers: Sequence[Transfer]) -> Link:
     return min((_fitted(transfers, duplex) for duplex in (True, False)), key=lambda link: error_of(transfers, link))
 
 
+def fit_latencies(transfers: Sequence[Transfer], full_duplex: bool) -> tuple[tuple[str, float], ...]:
+    """Per kind of these collectives, of which there are at least two each, seconds a message."""
+    by_kind = {kind: [x for x in transfers if x.kind == kind] for kind in dict.fromkeys(x.kind for x in transfers)}
+    return tuple((kind, rounded(_fitted(some, full_duplex).latency)) for kind, some in by_kind.items())
+
+
 def fit_efficiency(transfers: Sequence[Transfer], link: Link) -> tuple[tuple[str, Curve], ...]:
     """Per kind of these collectives, the part of the link's bandwidth that it reached, by bytes that one rank sends.
 
@@ -72,7 +78,7 @@ def fit_efficiency(transfers: Sequence[Transfer], link: Link) -> tuple[tuple[str
         taken = 0.0
         for x in sorted((x for x in transfers if x.kind == kind), key=lambda x: x.sent):
             messages, nbytes = x.terms(link.full_duplex)
-            moving = x.seconds - messages * link.latency
+            moving = x.seconds - messages * link.latency_of(kind)
             if moving > x.seconds / 2:
                 taken = max(taken, moving, nbytes / link.bandwidth)
                 points.append((x.sent, nbytes / link.bandwidth / taken))

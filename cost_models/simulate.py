@@ -347,7 +347,7 @@ class _Simulation:
 
         nbytes = moved / link.reached(phase.kind, phase.share * collective.nbytes)
         for one, two in pairs:
-            self.network.send_at(now + phase.messages * link.latency, Flow(one, two, nbytes, done))
+            self.network.send_at(now + phase.messages * link.latency_of(phase.kind), Flow(one, two, nbytes, done))
 
     def _collected(self, now: float, collective: _Collective) -> None:
         for operation in collective.joined.operations:

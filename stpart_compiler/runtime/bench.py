@@ -35,6 +35,9 @@ POOL_BYTES = {"cpu": 2**26, "cuda": 2**29}
 """Operands and results come from so much memory in turn, as in a step: caches do not hold them."""
 
 MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22)
+BESIDE_BYTES = (2**16, 2**20, 2**22)
+"""Messages beside which products run: what small ones cost a rank, their bytes do not show."""
+
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SAMPLES = 5
 SAMPLE_S = 0.1
@@ -210,17 +213,21 @@ class Bench:
         return found
 
     def overlap(self, run: Callable[..., object]) -> float:
-        """How much of the shorter is hidden when a product runs beside a transfer: 1 all, 0 nothing.
+        """How much of the shorter is hidden when products run beside transfers: 1 all, 0 nothing.
 
-        `run`: takes what is sent, and what to do meanwhile.
+        Of transfers of several sizes together. `run`: takes what is sent, and what to do meanwhile.
         """
+        pairs = [self._beside(run, nbytes) for nbytes in BESIDE_BYTES]
+        return min(1.0, max(0.0, sum(saved for saved, _ in pairs) / sum(shorter for _, shorter in pairs)))
+
+    def _beside(self, run: Callable[..., object], nbytes: int) -> tuple[float, float]:
+        """Seconds saved when products run beside one transfer that takes as long, and seconds of the shorter."""
         product, seconds = self._compute
-        x = torch.zeros(MESSAGE_BYTES[-1] // 4, device=self.device)
+        x = torch.zeros(nbytes // 4, device=self.device)
         transfer = self.between(lambda: run(x))
         times = max(1, round(transfer / seconds))
-        alone = seconds * times
         both = self.seconds(lambda: run(x, lambda: [product() for _ in range(times)]))
-        return min(1.0, max(0.0, (alone + transfer - both) / min(alone, transfer)))
+        return seconds * times + transfer - both, min(seconds * times, transfer)
 
     def _one_way(self, x: torch.Tensor, distance: int) -> None:
         """Even blocks of ranks send to odd ones."""

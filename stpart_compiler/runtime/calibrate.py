@@ -21,6 +21,7 @@ from stpart_compiler.cost_models.fit import (
     Transfer,
     fit_curve,
     fit_efficiency,
+    fit_latencies,
     fit_link,
     fit_peak,
     fit_shares,
@@ -111,9 +112,13 @@ def _hidden(bench: Bench, note: Say) -> Hidden:
 
 
 def _link(what: str, messages: Sequence[Transfer], collectives: Sequence[Transfer], note: Say) -> Link:
-    """A link with latency and bandwidth of messages, and the parts of it that collectives reach."""
+    """A link with latency and bandwidth of messages, and the parts of it that collectives reach.
+
+    A message in a collective has a latency of its own: ranks that share cores wait for their turn before each.
+    """
     fitted = fit_link(messages)
-    link = Link(rounded(fitted.latency), rounded(fitted.bandwidth), fitted.full_duplex)
+    latencies = fit_latencies(collectives, fitted.full_duplex)
+    link = Link(rounded(fitted.latency), rounded(fitted.bandwidth), fitted.full_duplex, latencies=latencies)
     link = replace(link, efficiency=fit_efficiency(collectives, link))
     duplex = "full" if link.full_duplex else "half"
     off = ", ".join(f"{kind} {_off(error)}" for kind, error in residuals([*messages, *collectives], link).items())

@@ -255,6 +255,8 @@ algorithms = ["ring", "tree"]
 [links.efficiency]
 all_reduce = [[1e6, 0.2], [1e9, 0.8]]
 all_gather = [[1e6, 0.5]]
+[links.latencies]
+all_reduce = 3e-6
 """
 
 
@@ -265,6 +267,7 @@ def test_a_link_says_how_its_collectives_go():
     sizes = (1.0, 1e6, 10**7.5, 1e9, 1e12)
     assert [link.reached("all_reduce", nbytes) for nbytes in sizes] == pytest.approx([0.2, 0.2, 0.4, 0.8, 0.8])
     assert (link.reached("all_gather", 1e9), link.reached("all_to_all", 1e9)) == (0.5, 1.0)
+    assert [link.latency_of(kind) for kind in ("all_reduce", "all_gather", "p2p")] == [3e-6, link.latency, link.latency]
     assert parse_cluster(to_toml(cluster), "mine.toml") == cluster
 
 
@@ -290,6 +293,8 @@ def test_a_link_says_how_its_collectives_go():
             "[1e6, 0.5], [1.1e6, 0.9]",
             r"efficiency.all_gather: from .* bytes the time would fall",
         ),
+        ("all_reduce = 3", "exchange = 3", r"link: latencies.exchange is no collective; use one of all_reduce, "),
+        ("3e-6", "-3e-6", r"link: latencies.all_reduce is -3e-06; expected seconds >= 0"),
         ("[[1e6, 0.5]]", "0.5", r"key 'links\[0\].efficiency.all_gather': expected a list of \[number, number\]"),
     ],
 )

@@ -13,6 +13,7 @@ from stpart_compiler.cost_models.fit import (
     Transfer,
     fit_curve,
     fit_efficiency,
+    fit_latencies,
     fit_link,
     fit_peak,
     fit_shares,
@@ -60,6 +61,15 @@ def test_what_collectives_reach_of_a_link_is_found_again(full_duplex):
     assert [share for _, share in exchanges] == [0.5] * len(exchanges) and len(exchanges) < len(SIZES)
     found = replace(bare, efficiency=(("all_gather", gathers), ("all_to_all", exchanges)))
     assert max(residuals(times, found).values()) < 0.01 < max(residuals(times, bare).values())
+
+
+def test_a_message_of_a_collective_may_wait_shorter_or_longer_than_another():
+    link = Link(1e-3, 1e9, latencies=(("all_reduce", 1e-4), ("all_gather", 2e-3)))
+    times = [Transfer(kind, n, 4, collective_seconds(kind, n, 4, link)) for kind, _ in link.latencies for n in SIZES]
+    found = dict(fit_latencies(times, True))
+    assert found == {"all_reduce": pytest.approx(1e-4, rel=1e-3), "all_gather": pytest.approx(2e-3, rel=1e-3)}
+    assert max(residuals(times, link).values()) < 1e-9 < 0.4 < max(residuals(times, Link(1e-3, 1e9)).values())
+    assert collective_seconds("all_to_all", 0.0, 4, link) == 3e-3
 
 
 def test_collectives_faster_than_messages_or_out_of_order_make_a_curve_all_the_same():
