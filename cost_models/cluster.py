@@ -33,6 +33,7 @@ SOURCED = (
     "launch_overhead",
     *CURVES,
     "transcendental_rate",
+    "transfer_overhead",
     "links",
     "hidden",
 )
@@ -40,6 +41,9 @@ SOURCED = (
 
 COLLECTIVES = tuple(kind for kind in KINDS if kind != "exchange")
 """Those of which a link may have an efficiency of its own."""
+
+GLOO_THREADS = 2
+"""Collectives of one gloo group that run at once, as torch sets it up."""
 
 _FALLBACK_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -52,7 +56,7 @@ class Device:
     `launch_overhead`: seconds per op. `matmul_efficiency`: points (FLOPs of one call, share of the peak), ascending;
     `attention_efficiency`: those of attention's kernels, empty: as of products. `memory_efficiency`: points (bytes that
     one op reads and writes, share of the memory's bandwidth). `transcendental_rate`: elements/s of exp and the like,
-    0: never slower than memory.
+    0: never slower than memory. `transfer_overhead`: seconds in which a rank does nothing else to start a transfer.
 
     Raises:
         ValueError: a quantity is not positive, or a point of a curve makes more FLOPs or bytes cheaper than fewer.
@@ -68,6 +72,7 @@ class Device:
     attention_efficiency: Curve = ()
     memory_efficiency: Curve = ((1.0, 1.0),)
     transcendental_rate: float = 0.0
+    transfer_overhead: float = 0.0
 
     def __post_init__(self) -> None:
         if self.type not in _GENERIC:
@@ -79,7 +84,8 @@ class Device:
             _check_positive(f"device {self.name!r}: peak_flops.{dtype}", rate)
         _check_positive(f"device {self.name!r}: memory", self.memory)
         _check_positive(f"device {self.name!r}: memory_bandwidth", self.memory_bandwidth)
-        for name, unit in (("launch_overhead", "seconds"), ("transcendental_rate", "elements/s")):
+        units = {"launch_overhead": "seconds", "transcendental_rate": "elements/s", "transfer_overhead": "seconds"}
+        for name, unit in units.items():
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"device {self.name!r}: {name} is {value}; expected {unit} >= 0")
@@ -230,6 +236,25 @@ class Cluster:
                 f"cluster {self.name!r}: links[0] has the algorithm {HIERARCHICAL!r}, but no level of links is inside"
                 " of it; use it on an outer level"
             )
+
+    @property
+    def hidden_small(self) -> float:
+        """The part of the time of small collectives beside compute that costs nothing: on accelerators all, if any is.
+
+        They are latency, which takes nothing from compute but on CPUs, whose cores they run on.
+        """
+        return self.hidden.collectives if self.device.type == "cpu" else float(self.hidden.collectives > 0)
+
+    @cached_property
+    def in_rows(self) -> Cluster:
+        """As collectives see it of which one follows the other: on CPUs as many wait at once as gloo has threads."""
+        if self.device.type != "cpu":
+            return self
+        levels = [
+            (n, replace(link, latencies=tuple((kind, link.latency_of(kind) / GLOO_THREADS) for kind in COLLECTIVES)))
+            for n, link in self.levels
+        ]
+        return replace(self, levels=tuple(levels))
 
     @property
     def max_ranks(self) -> int | None:
@@ -390,6 +415,7 @@ def _device(table: Table) -> Device:
         attention_efficiency=table.optional_points("attention_efficiency") or Device.attention_efficiency,
         memory_efficiency=table.optional_points("memory_efficiency") or Device.memory_efficiency,
         transcendental_rate=table.optional_number("transcendental_rate") or Device.transcendental_rate,
+        transfer_overhead=table.optional_number("transfer_overhead") or Device.transfer_overhead,
     )
     table.check_no_more()
     return device

@@ -24,6 +24,8 @@ def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
         lines.append(f"memory_efficiency = {_points(device.memory_efficiency)}")
     if device.transcendental_rate:
         lines.append(f"transcendental_rate = {device.transcendental_rate!r}")
+    if device.transfer_overhead:
+        lines.append(f"transfer_overhead = {device.transfer_overhead!r}")
     lines += ["", "[device.peak_flops]"]
     lines += [f"{dtype} = {rate!r}" for dtype, rate in device.peak_flops]
     for ranks, link in cluster.levels:

@@ -223,7 +223,7 @@ class LinkCost:
         messages: int,
         mean: float | None = None,
     ) -> float:
-        """Seconds of a communication of `kind` among `group_size` ranks that differ in `axes`.
+        """Seconds of a communication of `kind` among `group_size` ranks that differ in `axes`, its start included.
 
         `nbytes`: what goes over the wire at the busiest rank, the larger of sent and received (not the tensor's size:
         an all-reduce of X bytes among n is 2 X (n-1)/n). `messages`: how many it sends or receives one after another.
@@ -237,12 +237,14 @@ class LinkCost:
             raise ValueError(f"communication {kind!r} is unknown; use one of p2p, {', '.join(COLLECTIVES)}")
         if group_size <= 1:
             return 0.0
+        overhead = self.cluster.device.transfer_overhead
         if kind in RINGS:
-            return self._collective(kind, group_size, nbytes / traffic(kind, group_size)[0], axes)
+            return overhead + self._collective(kind, group_size, nbytes / traffic(kind, group_size)[0], axes)
         link = self.link(axes)
         if mean is None or mean == nbytes:
-            return _seconds(kind, nbytes, link, messages)
-        return max(_seconds(kind, nbytes, self._alone(axes), messages), _seconds(kind, mean, link, messages))
+            return overhead + _seconds(kind, nbytes, link, messages)
+        alone, shared = _seconds(kind, nbytes, self._alone(axes), messages), _seconds(kind, mean, link, messages)
+        return overhead + max(alone, shared)
 
     def moves(self, shifts: tuple[Shift, ...]) -> Moves:
         """What a step of a loop costs in which every rank sends a block to each of the ranks at these displacements."""

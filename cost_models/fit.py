@@ -52,12 +52,17 @@ class Transfer:
 def fit_link(transfers: Sequence[Transfer]) -> Link:
     """The link that explains the times best, full duplex or not.
 
+    Exchanges, which are most of what programs send, tell of its latency and bandwidth, where there are several; one-way
+    messages, whose ends have nothing else to do, then tell only whether both directions share it.
+
     Raises:
         ValueError: fewer than two transfers.
     """
     if len(transfers) < 2:
         raise ValueError(f"fit_link: got {len(transfers)} transfers; a latency and a bandwidth need at least two")
-    return min((_fitted(transfers, duplex) for duplex in (True, False)), key=lambda link: error_of(transfers, link))
+    link = min((_fitted(transfers, duplex) for duplex in (True, False)), key=lambda link: error_of(transfers, link))
+    exchanges = [x for x in transfers if x.kind == "exchange"]
+    return _fitted(exchanges, link.full_duplex) if len(exchanges) > 1 else link
 
 
 def fit_latencies(transfers: Sequence[Transfer], full_duplex: bool) -> tuple[tuple[str, float], ...]:

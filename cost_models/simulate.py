@@ -2,12 +2,13 @@
 
 Each rank runs its instructions one after another. Compute takes the time of the cost model on the shapes of that rank.
 A transfer starts once both of its ends, or all members of its collective, have come to it; it does not hold up its
-ranks until they wait for it, but for what it takes from the compute beside it (`Hidden`): if all, they wait for its
-end at once, as where compute and transfers have one queue. A collective goes by the algorithm that is cheapest for its
-group alone, phase by phase; in each, a member sends to the next one of a ring, in an all-to-all to all others. What it
-does not reach of a link's bandwidth is sent as so many more bytes. A rank's collectives in one group of one channel
-follow one another, and on accelerators, whose library keeps one queue per group of ranks, its exchanges of one channel
-too. Backward starts on a rank when its forward is done.
+ranks until they wait for it, but for what it takes from the compute beside it (`Hidden`), once for all that are under
+way: if that is all, an accelerator has one queue for compute and transfers, and runs them in order. A collective goes
+by the algorithm that is cheapest for its group alone, phase by phase; in each, a member sends to the next one of a
+ring, in an all-to-all to all others. What it does not reach of a link's bandwidth is sent as so many more bytes. A
+rank's collectives in one group of one channel follow one another, two at a time on CPUs; on accelerators, whose library
+keeps one queue per group of ranks, its exchanges of one channel too. Backward starts on a rank when its forward is
+done.
 
 The same programs on the same cluster always give the same times.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import NamedTuple
 
-from stpart_compiler.cost_models.cluster import Cluster
+from stpart_compiler.cost_models.cluster import GLOO_THREADS, Cluster
 from stpart_compiler.cost_models.collectives import Group, members, ring
 from stpart_compiler.cost_models.communication import Route, route_seconds, routes, unit_of
 from stpart_compiler.cost_models.compute import copy_seconds
@@ -167,6 +168,7 @@ class _Simulation:
         self.clock = Clock()
         self.network = Network(cluster, self.clock)
         self.in_streams = cluster.device.type != "cpu"
+        self.at_once = 1 if self.in_streams else GLOO_THREADS
         self.ranks = [
             _Rank(number, tuple(phases), [self.cost.of(phase.program) for phase in phases], starts=[[] for _ in phases])
             for number, phases in enumerate(steps)
@@ -206,11 +208,13 @@ class _Simulation:
             rank.at += 1
 
     def _started(self, rank: _Rank, instr: Instr) -> bool:
-        """Whether a rank may go on once it has started a transfer: of what nothing hides it waits for the end."""
+        """Whether a rank may go on once it has started a transfer: in the queue of compute it waits for the end."""
         if not rank.has_started:
-            ends = self._message_ends if instr.kind == "exchange" else self._collective_end
-            self._post(rank, instr, ends(rank, instr))
-        rank.has_started = not self._hidden(instr) and not self._arrived(rank, rank.ends_of(instr))
+            ends = self._message_ends(rank, instr) if instr.kind == "exchange" else self._collective_end(rank, instr)
+            rank.compute(instr, self.cluster.device.transfer_overhead if ends else 0.0)
+            self._post(rank, instr, ends)
+        in_queue = self.in_streams and not self._hidden(instr)
+        rank.has_started = in_queue and not self._arrived(rank, rank.ends_of(instr))
         return not rank.has_started
 
     def _waited(self, rank: _Rank, instr: Instr) -> bool:
@@ -237,10 +241,10 @@ class _Simulation:
         return True
 
     def _hidden(self, instr: Instr) -> float:
-        """The part of a transfer's time beside compute that costs nothing: all that of small tensors, if any."""
+        """The part of a transfer's time beside compute that costs nothing."""
         hidden = self.cluster.hidden
         if instr.channel == SMALL_CHANNEL:
-            return float(hidden.collectives > 0)
+            return self.cluster.hidden_small
         of_a_loop = instr.kind == "exchange" and instr.origin.step is not None
         return hidden.exchanges if of_a_loop else hidden.collectives
 
@@ -275,7 +279,7 @@ class _Simulation:
             return
         queue = self.queues.setdefault(_queue_of(operation), deque())
         queue.append(operation)
-        if len(queue) == 1:
+        if len(queue) <= self.at_once:
             self._begin(now, operation)
 
     def _queued(self, operation: _Operation) -> bool:
@@ -369,9 +373,9 @@ class _Simulation:
         operation.left -= 1
         if not operation.left and self._queued(operation):
             queue = self.queues[_queue_of(operation)]
-            queue.popleft()
-            if queue:
-                self._begin(now, queue[0])
+            queue.remove(operation)
+            if len(queue) >= self.at_once:
+                self._begin(now, queue[self.at_once - 1])
         rank = operation.rank
         instr = rank.current()
         if rank.awaited and instr is not None and end in rank.ends_of(instr):

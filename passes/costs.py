@@ -49,6 +49,12 @@ class Costs:
     def link(self) -> LinkCost:
         return LinkCost(self.cluster, self.mesh)
 
+    @cached_property
+    def in_rows(self) -> Costs:
+        """Of collectives of which one follows the other, such as those of parameters and gradients."""
+        cluster = self.cluster.in_rows
+        return self if cluster is self.cluster else Costs(cluster, self.mesh)
+
     def relayout(self, source: Layout, target: Layout, itemsize: int) -> float:
         """Seconds of the transfers of a re-layout."""
         return self.priced(source, target, itemsize)[0]
@@ -115,8 +121,9 @@ class Costs:
         steps = self.steps(strategy)
         added, joined = self._combine_seconds(op, strategy, derived)
         added = added * (steps - 1) / steps
-        compute = {part: seconds + added if part.share else seconds for part, seconds in compute.items()}
         moving = self.moving(op, strategy, derived)
+        starting = self._starts(derived) * self.cluster.device.transfer_overhead * (steps - 1) / steps
+        compute = {part: seconds + (added if part.share else 0.0) + starting for part, seconds in compute.items()}
         if not moving:
             return max(compute.values()) * steps + joined, within * steps
         shifts, sizes = tuple(shift for shift, _ in moving), [nbytes for _, nbytes in moving]
@@ -134,6 +141,11 @@ class Costs:
             return temporal_seconds(compute[usual], transfer, steps, odd, last, hidden)
 
         return max(map(loop_seconds, rows)) + joined, sum(sizes) * (steps - 1) + within * steps
+
+    def _starts(self, derived: Derived) -> int:
+        """Transfers that a rank starts between two steps of a loop: one for all operands, one for each result."""
+        moving = [[port.motion == MOVE for port in side] for side in (derived.inputs, derived.outputs)]
+        return any(moving[0]) + sum(moving[1])
 
     def _hops(self, op: OpNode, strategy: Strategy, derived: Derived) -> list[tuple[Hops, int]]:
         """Of all that moves in a loop: its transfers, and bytes of each."""

@@ -42,9 +42,10 @@ class FloorPrices(Prices):
         super().__init__(space)
         self.beside: dict[object, Beside] = {}
 
-    def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: Beside) -> list[list[int]]:
-        transfer = floor_seconds(self.space.costs, sources, targets, itemsize)
-        local = repackings(self.space.costs, sources, targets, itemsize) * (transfer > 0)
+    def table(self, use: Use, costs: Costs, hidden: Beside) -> list[list[int]]:
+        sources, targets, itemsize = use.from_layouts, use.to_layouts, use.edge.value.dtype.itemsize
+        transfer = floor_seconds(costs, sources, targets, itemsize)
+        local = repackings(costs, sources, targets, itemsize) * (transfer > 0)
         most = np.minimum.outer(hidden.sources, hidden.targets)
         prices = np.floor((self.exposed(transfer, most, hidden) + local) * 1e9).astype(np.int64)
         numbers: dict[Layout, int] = {}
@@ -62,7 +63,7 @@ class FloorPrices(Prices):
         key = edge.producer, edge.consumer, edge.port
         if key not in self.beside:
             self.beside[key] = self.overlap.seconds(edge, use.from_ports, use.to_ports)
-        hidden, costs = self.beside[key], self.space.costs
+        hidden, costs = self.beside[key], self.costs(edge)
         found = []
         for at in zip(sources, targets, strict=True):
             source, target = use.from_ports[at[0]].layout, use.to_ports[at[1]].layout
@@ -75,7 +76,7 @@ class FloorPrices(Prices):
             use.price[at[0]][at[1]] = found[-1]
         return found
 
-    def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: Beside) -> list[list[int]]:
+    def with_slices(self, table: list[list[int]], use: Use, costs: Costs, hidden: Beside) -> list[list[int]]:
         """As they are: slices send as much as the whole."""
         return table
 
@@ -86,7 +87,8 @@ def floor_seconds(costs: Costs, sources: Sequence[Layout], targets: Sequence[Lay
     for unit in _entering(costs, tuple(sources), tuple(targets)) or ():
         link = unit.link
         ways = max(1, unit.size // link.shared_by) * (1.0 if link.full_duplex else 0.5)
-        seconds = link.latency + unit.elements * itemsize / (link.bandwidth * ways)
+        latency = min([link.latency, *(seconds for _, seconds in link.latencies)])
+        seconds = latency + unit.elements * itemsize / (link.bandwidth * ways)
         least = np.maximum(least, np.where(unit.elements > 0, seconds, 0.0))
     return least
 

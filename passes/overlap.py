@@ -76,7 +76,7 @@ class Overlap:
             return found
         spare = self._spare(edge)
         from_sources, from_targets = ([max(spare, own) for own in side] for side in (found.sources, found.targets))
-        return Beside(tuple(from_sources), tuple(from_targets), found.share, float(self.hidden > 0))
+        return Beside(tuple(from_sources), tuple(from_targets), found.share, self.space.costs.cluster.hidden_small)
 
     def _spare(self, edge: Edge) -> float:
         """Seconds of the products of the phase for each small tensor that is fetched or reduced in it."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from stpart_compiler.ir.layout import Layout
 from stpart_compiler.ir.redistribute import redistribute
 from stpart_compiler.ir.spacetime import Port, Slices
-from stpart_compiler.passes.costs import Array
+from stpart_compiler.passes.costs import Array, Costs
 from stpart_compiler.passes.overlap import Beside, Overlap
 from stpart_compiler.passes.quotient import Edge, Producer
 from stpart_compiler.passes.room import Room, room
@@ -111,12 +111,13 @@ class Prices:
         itemsize = edge.value.dtype.itemsize
         from_ids, to_ids = ([self.number((port.layout,), itemsize) for port in side] for side in (sources, targets))
         hidden = self.overlap.seconds(edge, sources, targets)
+        costs = self.costs(edge)
         apart = self._apart(edge, sources, targets)
-        key = (tuple(from_ids), tuple(to_ids), itemsize, hidden, tuple(apart.items()))
+        key = (tuple(from_ids), tuple(to_ids), itemsize, hidden, costs is self.space.costs, tuple(apart.items()))
         use = Use(edge, from_root, sources, from_members, to_root, targets, to_members, apart, [], from_ids, to_ids, {})
         if key not in self.tables:
-            table = self.table(use.from_layouts, use.to_layouts, itemsize, hidden)
-            self.tables[key] = self.with_slices(table, use, itemsize, hidden) if apart else table
+            table = self.table(use, costs, hidden)
+            self.tables[key] = self.with_slices(table, use, costs, hidden) if apart else table
         use.price = self.tables[key]
         if weights_stay and self._of_parameters(edge.producer):
             use.price = self._forbidden(use.from_layouts, use.to_layouts, use.price)
@@ -155,9 +156,16 @@ class Prices:
         (part, _, *sent), itemsize = self._slices(use, i, j), use.edge.value.dtype.itemsize
         return self.number((part, *sent), itemsize, (use.edge.consumer, use.edge.port))
 
-    def table(self, sources: list[Layout], targets: list[Layout], itemsize: int, hidden: Beside) -> list[list[int]]:
+    def costs(self, edge: Edge) -> Costs:
+        """Those of the re-layouts of a use: of parameters and gradients many follow one another."""
+        is_gradient = edge.consumer < 0 and edge.port >= 0
+        in_rows = is_gradient or self._of_parameters(edge.producer)
+        return self.space.costs.in_rows if in_rows else self.space.costs
+
+    def table(self, use: Use, costs: Costs, hidden: Beside) -> list[list[int]]:
         """Prices of all pairs, with `hidden` seconds of compute beside them: one at least where something is sent."""
-        transfer, local = np.moveaxis(self.space.costs.table(sources, targets, itemsize), -1, 0)
+        itemsize = use.edge.value.dtype.itemsize
+        transfer, local = np.moveaxis(costs.table(use.from_layouts, use.to_layouts, itemsize), -1, 0)
         mean = self.exposed(transfer, np.minimum.outer(hidden.sources, hidden.targets), hidden)
         found: list[list[int]] = np.maximum(np.rint((mean + local) * 1e9), transfer > 0).astype(np.int64).tolist()
         return found
@@ -172,13 +180,13 @@ class Prices:
         mean = self.exposed(np.array(transfer), np.array(hidden.largest(*at)), hidden)
         return max(round((float(mean) + local) * 1e9), int(transfer > 0))
 
-    def with_slices(self, table: list[list[int]], use: Use, itemsize: int, hidden: Beside) -> list[list[int]]:
+    def with_slices(self, table: list[list[int]], use: Use, costs: Costs, hidden: Beside) -> list[list[int]]:
         """The prices where some re-layouts are made of those of slices: the same bytes in more messages."""
         found = [list(row) for row in table]
-        sources, targets = use.from_layouts, use.to_layouts
+        sources, targets, itemsize = use.from_layouts, use.to_layouts, use.edge.value.dtype.itemsize
         for (i, j), slices in use.apart.items():
-            part = self.space.costs.relayout(slices.largest(sources[i]), slices.largest(targets[j]), itemsize)
-            local = self.space.costs.priced(sources[i], targets[j], itemsize)[1]
+            part = costs.relayout(slices.largest(sources[i]), slices.largest(targets[j]), itemsize)
+            local = costs.priced(sources[i], targets[j], itemsize)[1]
             found[i][j] = self._ns(len(slices.atoms) * part, local, hidden, (i, j))
         return found
 

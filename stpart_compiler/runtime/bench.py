@@ -35,6 +35,9 @@ POOL_BYTES = {"cpu": 2**26, "cuda": 2**29}
 """Operands and results come from so much memory in turn, as in a step: caches do not hold them."""
 
 MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22)
+STARTS = 100
+"""Transfers of either kind of which it is measured how long they take to start."""
+
 BESIDE_BYTES = (2**16, 2**20, 2**22)
 """Messages beside which products run: what small ones cost a rank, their bytes do not show."""
 
@@ -189,14 +192,43 @@ class Bench:
 
         return attend
 
+    @cached_property
+    def starting(self) -> float:
+        """Seconds in which a rank does nothing else to start a transfer, while others compute: the median of many."""
+        product, _ = self._compute
+        x = torch.zeros(BESIDE_BYTES[0] // 4, device=self.device)
+        starts: list[float] = []
+
+        def timed(run: Callable[..., object]) -> None:
+            product()
+            begin = time.perf_counter()
+
+            def meanwhile() -> None:
+                starts.append(time.perf_counter() - begin)
+                product()
+
+            run(x, meanwhile)
+
+        for _ in range(STARTS):
+            timed(partial(self._ring, distance=1))
+            timed(partial(self._collective, "all_gather"))
+        return self._most(statistics.median(starts))
+
+    def _moving(self, run: Callable[[], object]) -> float:
+        """Seconds of a transfer once it has been started."""
+        whole = self.between(run)
+        return max(whole - self.starting, 0.1 * whole)
+
     def transfers(self, distance: int) -> list[Transfer]:
         """Messages between ranks that are `distance` apart, one way and in a ring."""
         assert self.engine is not None
         found = []
         for nbytes in MESSAGE_BYTES:
             x = torch.zeros(nbytes // 4, device=self.device)
-            found.append(Transfer(P2P, nbytes, 2, self.between(partial(self._one_way, x, distance))))
-            found.append(Transfer("exchange", nbytes, self.ranks, self.between(partial(self._ring, x, distance))))
+            found.append(Transfer(P2P, nbytes, 2, self._moving(partial(self._one_way, x, distance))))
+            found.append(
+                Transfer("exchange", nbytes, self.ranks, self._moving(partial(self._ring, x, distance=distance)))
+            )
         return found
 
     def collectives(self) -> list[Transfer]:
@@ -209,7 +241,7 @@ class Bench:
                 shape = (n, nbytes // 4 // n) if kind != "all_reduce" else (nbytes // 4,)
                 x = torch.zeros(shape, device=self.device)
                 x = x[0] if kind == "all_gather" else x
-                found.append(Transfer(kind, nbytes, n, self.between(partial(self._collective, kind, x))))
+                found.append(Transfer(kind, nbytes, n, self._moving(partial(self._collective, kind, x))))
         return found
 
     def overlap(self, run: Callable[..., object]) -> float:
@@ -224,9 +256,9 @@ class Bench:
         """Seconds saved when products run beside one transfer that takes as long, and seconds of the shorter."""
         product, seconds = self._compute
         x = torch.zeros(nbytes // 4, device=self.device)
-        transfer = self.between(lambda: run(x))
+        transfer = self._moving(lambda: run(x))
         times = max(1, round(transfer / seconds))
-        both = self.seconds(lambda: run(x, lambda: [product() for _ in range(times)]))
+        both = self.seconds(lambda: run(x, lambda: [product() for _ in range(times)])) - self.starting
         return seconds * times + transfer - both, min(seconds * times, transfer)
 
     def _one_way(self, x: torch.Tensor, distance: int) -> None:
@@ -246,11 +278,11 @@ class Bench:
 
     def hidden(self) -> Hidden:
         """Of what runs beside compute, the parts that cost nothing."""
-        ring = self.overlap(lambda x, *meanwhile: self._ring(x, 1, *meanwhile))
+        ring = self.overlap(partial(self._ring, distance=1))
         reduction = self.overlap(partial(self._collective, "all_reduce"))
         return Hidden(rounded(ring), rounded(reduction))
 
-    def _ring(self, x: torch.Tensor, distance: int, meanwhile: Callable[[], object] = lambda: None) -> None:
+    def _ring(self, x: torch.Tensor, meanwhile: Callable[[], object] = lambda: None, *, distance: int) -> None:
         engine, tag = self.engine, next(self._tags)
         assert engine is not None
         after, before = ((engine.rank + sign * distance) % self.ranks for sign in (1, -1))

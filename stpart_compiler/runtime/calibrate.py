@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stpart_compiler.cost_models.cluster import CURVES, Cluster, Device, Hidden, Link
+from stpart_compiler.cost_models.cluster import SOURCED, Cluster, Device, Hidden, Link
 from stpart_compiler.cost_models.cluster_text import to_toml
 from stpart_compiler.cost_models.fit import (
     Transfer,
@@ -51,8 +51,7 @@ def calibrate(bench: Bench, name: str, say: Say) -> tuple[Cluster, list[str]]:
     levels = _levels(bench, note) if bench.ranks > 1 else ((None, Link(0.0, device.memory_bandwidth)),)
     hidden = _hidden(bench, note) if bench.ranks > 1 else Hidden()
     how = f"fitted to measurements, {bench.ranks} ranks at once"
-    fitted = ("peak_flops", "memory_bandwidth", "launch_overhead", *CURVES, "transcendental_rate", "links", "hidden")
-    sources = (("memory", "of the machine"), *((key, how) for key in fitted))
+    sources = (("memory", "of the machine"), *((key, how) for key in SOURCED if key != "memory"))
     return Cluster(name, device, levels, sources, hidden), notes
 
 
@@ -80,7 +79,9 @@ def _device(bench: Bench, note: Say) -> Device:
         rounded_curve(fit_shares(attention, peak)),
         rounded_curve(streams),
         rounded(bench.transcendentals()),
+        rounded(bench.starting) if bench.ranks > 1 else 0.0,
     )
+    note(f"a transfer takes {device.transfer_overhead * 1e6:.0f} us to start")
     for dtype, found in products.items():
         note(f"residual of products of {dtype}: {_off(_residual(device, getattr(torch, dtype), found))}")
     return device

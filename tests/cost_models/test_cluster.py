@@ -65,7 +65,7 @@ def test_preset_loads_under_its_own_name(name):
     sizes = (4, 8) if cluster.max_ranks in (None, 32) else (cluster.max_ranks,)
     mesh = Mesh(("x", "y")[: len(sizes)], sizes)
     assert cluster.link_for(mesh.axes, mesh).bandwidth == min(link.bandwidth for _, link in cluster.levels)
-    not_told = {"attention_efficiency", "memory_efficiency", "transcendental_rate"}  # vendors do not state these
+    not_told = {"attention_efficiency", "memory_efficiency", "transcendental_rate", "transfer_overhead"}  # by vendors
     assert {name for name, _ in cluster.sources} == set(SOURCED) - not_told
 
 
@@ -201,6 +201,7 @@ def test_attention_and_memory_have_curves_of_their_own():
 def test_curves_of_one_op_are_read_and_written():
     own = "matmul_efficiency = [[1e6, 0.5], [1e9, 0.9]]\n"
     extra = "attention_efficiency = [[1e6, 0.25]]\nmemory_efficiency = [[1e5, 0.5]]\ntranscendental_rate = 1e9\n"
+    extra += "transfer_overhead = 2e-4\n"
     found = parse_cluster(GOOD.replace(own, own + extra), "mine.toml")
     device = found.device
     assert (device.attention_efficiency, device.memory_efficiency) == (((1e6, 0.25),), ((1e5, 0.5),))
@@ -269,6 +270,15 @@ def test_a_link_says_how_its_collectives_go():
     assert (link.reached("all_gather", 1e9), link.reached("all_to_all", 1e9)) == (0.5, 1.0)
     assert [link.latency_of(kind) for kind in ("all_reduce", "all_gather", "p2p")] == [3e-6, link.latency, link.latency]
     assert parse_cluster(to_toml(cluster), "mine.toml") == cluster
+
+
+def test_collectives_in_a_row_wait_two_at_a_time_on_cpus_alone():
+    link = Link(4.0, 1e9, latencies=(("all_gather", 1.0),))
+    ((_, found),) = Cluster("c", DEVICE, ((None, link),)).in_rows.levels
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p", "exchange")
+    assert [found.latency_of(kind) for kind in kinds] == [2.0, 0.5, 2.0, 2.0, 4.0, 4.0]
+    accelerated = Cluster("c", replace(DEVICE, type="cuda"), ((None, link),))
+    assert accelerated.in_rows is accelerated
 
 
 @pytest.mark.parametrize(

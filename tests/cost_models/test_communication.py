@@ -1,5 +1,7 @@
 """Transfers: ring collectives' numbers, duplex, order, temporal loops, and memory of parameters."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,6 +101,16 @@ def test_link_cost_takes_the_link_of_the_axes_and_the_bytes_as_counted():
     assert cost("all_reduce", 1, 1e9, (), 0) == 0
     assert cost == LinkCost(cost.cluster, cost.mesh)
     assert hash(cost) == hash(LinkCost(cost.cluster, cost.mesh))
+
+
+def test_a_transfer_costs_its_start_too():
+    device = Device("d", "cpu", (("float32", 1e12),), GIB, 1e11)
+    mesh = Mesh(("d",), (4,))
+    devices = device, replace(device, transfer_overhead=0.5)
+    plain, slow = (LinkCost(Cluster("c", each, ((None, LINK),)), mesh) for each in devices)
+    for kind in (*COLLECTIVES, "p2p"):
+        assert slow(kind, 4, 1e6, ("d",), 3) == pytest.approx(0.5 + plain(kind, 4, 1e6, ("d",), 3))
+        assert slow(kind, 1, 1e6, (), 0) == 0
 
 
 def test_link_cost_agrees_with_the_collective_it_describes():

@@ -18,7 +18,7 @@ from stpart_compiler.cost_models.cluster import Cluster, Device, Hidden, Link
 from stpart_compiler.cost_models.liveness import peak_bytes
 from stpart_compiler.cost_models.resting import StepPhase
 from stpart_compiler.cost_models.simulate import DeadlockError, simulate
-from stpart_compiler.cost_models.timeline import COMPUTE, WAIT, Simulation
+from stpart_compiler.cost_models.timeline import COLLECTIVE, COMPUTE, WAIT, Simulation
 from stpart_compiler.ir.program import (
     COLLECTIVE_CHANNEL,
     P2P_CHANNEL,
@@ -219,6 +219,42 @@ def test_exchanges_of_an_accelerator_follow_one_another(device, first, second):
     assert ends == [first, second]
 
 
+@pytest.mark.parametrize(("device", "ends"), [(DEVICE, [2.0, 2.0, 4.0]), (QUEUED, [2.0, 4.0, 6.0])])
+def test_a_gloo_group_runs_two_collectives_at_once(device: Device, ends: list[float]):
+    """Next to no bytes, two messages of a second each."""
+    ranks = [Rank(0), Rank(1)]
+    for rank in ranks:
+        tags = [rank.collective("all_reduce", (1,), (1,), (0, 1), tag) for tag in (0, 1, 2)]
+        for each in tags:
+            rank.wait(each, COLLECTIVE_CHANNEL)
+    found = run(ranks, cluster(Link(1.0, 1e9), device))
+    assert sorted(x.end for x in found.timeline[0].intervals if x.kind == COLLECTIVE) == pytest.approx(ends)
+
+
+@pytest.mark.parametrize(("device", "seconds"), [(DEVICE, 5.5), (QUEUED, 4.0)])
+def test_small_collectives_take_nothing_from_accelerators(device: Device, seconds: float):
+    """3 s beside 4 s of compute, half of it hidden; large ones cost either device the other half."""
+    for channel, expected in ((SMALL_CHANNEL, seconds), (COLLECTIVE_CHANNEL, 5.5)):
+        ranks = [Rank(0), Rank(1)]
+        for rank in ranks:
+            tags = rank.collective("all_reduce", (750,), (750,), (0, 1), 0, channel)
+            rank.compute(4)
+            rank.wait(tags, channel)
+        found = run(ranks, replace(cluster(DUPLEX, device), hidden=Hidden(collectives=0.5)))
+        assert found.seconds == pytest.approx(expected)
+
+
+def test_a_transfer_takes_its_rank_time_to_start():
+    """3 s behind 5 s of compute cost that alone; a collective also the latency of its messages."""
+    link = Link(0.0, 1000.0, latencies=(("all_reduce", 1.0),))
+    on = cluster(link, replace(DEVICE, transfer_overhead=0.25))
+    assert ring(4, kilobytes=3, compute=5, on=on).seconds == 5.25
+    ranks = [Rank(0), Rank(1)]
+    for rank in ranks:
+        rank.wait(rank.collective("all_reduce", (750,), (750,), (0, 1)), COLLECTIVE_CHANNEL)
+    assert run(ranks, on).seconds == pytest.approx(0.25 + 2 * 1.0 + 3.0)
+
+
 @pytest.mark.parametrize(("channel", "there"), [(COLLECTIVE_CHANNEL, 9.0), (SMALL_CHANNEL, 2.0)])
 def test_small_collectives_do_not_queue_behind_large_ones(channel: int, there: float):
     """8 kB and 1 kB among two: one behind the other, or side by side at half the link's rate."""
@@ -323,6 +359,21 @@ def test_prices_over_hosts_know_what_runs_beside_what(template):
     call, on = {"input_ids": ids, "labels": ids}, "v100-32gb-8x4"
     made = st.compile_model(model, (), call, mesh=(2, 4), template=template, cluster=on, memory_limit=2**40)
     assert made.plan.seconds == pytest.approx(made.simulate().seconds, rel=0.03)
+
+
+@pytest.mark.parametrize("template", ["data", "zero3", "megatron", "ring"])
+def test_prices_know_how_ranks_that_share_cores_wait(template: str):
+    """Latency of a message, and the time to start it, are most of a small step; collectives in a row wait in pairs."""
+    link = Link(1e-3, 2e9, full_duplex=False, latencies=(("all_gather", 6e-4), ("reduce_scatter", 5e-4)))
+    device = Device("core", "cpu", (("float32", 4e10),), 2**34, 2e10, 1e-5, transfer_overhead=2e-4)
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=896, num_attention_heads=4, num_hidden_layers=2, vocab_size=512
+    )
+    with torch.device("meta"):
+        model, ids = LlamaForCausalLM(config), torch.zeros(8, 128, dtype=torch.long)
+    on = Cluster("cores", device, ((None, link),), hidden=Hidden(0.0, 0.1))
+    made = st.compile_model(model, (), {"input_ids": ids, "labels": ids}, mesh=4, template=template, cluster=on)
+    assert made.plan.seconds == pytest.approx(made.simulate().seconds, rel=0.1)
 
 
 def test_with_nothing_hidden_a_step_is_all_its_compute_and_all_its_transfers():
