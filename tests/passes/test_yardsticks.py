@@ -157,7 +157,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("hidden", [0.2, 1.0])
 def test_small_tensors_take_latency_and_little_else(name: str, hidden: float) -> None:
     """Their collectives run beside products and large transfers: most of what 12 gradients of 2 KiB take is hidden."""
-    device = Device("rank", "cpu", (("float32", 2e10),), 2**34, 1e12)
+    device = Device("rank", "cuda", (("float32", 2e10),), 2**34, 1e12)
     high = st.Cluster("high latency", device, ((None, Link(1e-3, 2e9)),))
     with torch.device("meta"):
         model, x = Normed(), torch.zeros(4096, 512)
