@@ -181,7 +181,7 @@ class Hidden:
 
     The rest is what the two take from each other: cores, memory bandwidth, the bus. `exchanges`: of the messages of
     temporal loops; `collectives`: of collectives and all else that a re-layout sends, but for collectives of small
-    tensors, which take time but next to nothing else. 0: as if one waited for the other.
+    tensors on accelerators, which take time but next to nothing else. 0: as if one waited for the other.
 
     Raises:
         ValueError: a part is not between 0 and 1.

@@ -3,10 +3,11 @@
 Symbols: b batch (dim 0 of the inputs), s their other dims but the last of numbers, h the size that most dims of
 parameters have, n_k another loop dim (k as in the strategy's text); p ranks of the mesh axis (p_r, p_c where several
 are wide), q blocks of a dim cut in time alone; e bytes of an element; F peak FLOP/s of a rank, eta the share of it that
-is reached, W bytes/s of its memory, sigma the share of it where that depends on the size, l seconds to launch an op; B
-bytes/s of its link each way, L latency of a message; R seconds of a re-layout inside of a region. Of several values
-under one name all but the first have a number behind (e2). Blocks are written n/p where the sizes at hand divide, else
-with a ceiling. Where the cost model takes the larger of two, the one that is larger here is shown.
+is reached, W bytes/s of its memory, sigma the share of it where that depends on the size, l seconds to launch an op, o
+to start a transfer; B bytes/s of its link each way, L latency of a message; R seconds of a re-layout inside of a
+region. Of several values under one name all but the first have a number behind (e2). Blocks are written n/p where the
+sizes at hand divide, else with a ceiling. Where the cost model takes the larger of two, the one that is larger here is
+shown.
 """
 
 from __future__ import annotations
@@ -304,6 +305,8 @@ def _traced(cluster: Cluster, symbols: Symbols) -> Cluster:
     given: dict[str, Any] = {f.name: getattr(cluster.device, f.name) for f in fields(Device)}
     given["memory_bandwidth"] = symbols.named("W", cluster.device.memory_bandwidth)
     given["launch_overhead"] = symbols.named("l", cluster.device.launch_overhead)
+    if cluster.device.transfer_overhead:
+        given["transfer_overhead"] = symbols.named("o", cluster.device.transfer_overhead)
     levels: list[Any] = []
     for ranks, link in cluster.levels:
         figures: dict[str, Any] = {

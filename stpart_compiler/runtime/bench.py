@@ -35,6 +35,7 @@ POOL_BYTES = {"cpu": 2**26, "cuda": 2**29}
 """Operands and results come from so much memory in turn, as in a step: caches do not hold them."""
 
 MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22)
+
 STARTS = 100
 """Transfers of either kind of which it is measured how long they take to start."""
 
@@ -194,7 +195,12 @@ class Bench:
 
     @cached_property
     def starting(self) -> float:
-        """Seconds in which a rank does nothing else to start a transfer, while others compute: the median of many."""
+        """Seconds in which a rank does nothing else to start a transfer, while others compute: the median of many.
+
+        None on accelerators, which go on with what was started before.
+        """
+        if self.device.type == "cuda":
+            return 0.0
         product, _ = self._compute
         x = torch.zeros(BESIDE_BYTES[0] // 4, device=self.device)
         starts: list[float] = []
@@ -226,9 +232,8 @@ class Bench:
         for nbytes in MESSAGE_BYTES:
             x = torch.zeros(nbytes // 4, device=self.device)
             found.append(Transfer(P2P, nbytes, 2, self._moving(partial(self._one_way, x, distance))))
-            found.append(
-                Transfer("exchange", nbytes, self.ranks, self._moving(partial(self._ring, x, distance=distance)))
-            )
+            ring = partial(self._ring, x, distance=distance)
+            found.append(Transfer("exchange", nbytes, self.ranks, self._moving(ring)))
         return found
 
     def collectives(self) -> list[Transfer]:
