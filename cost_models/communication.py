@@ -39,14 +39,20 @@ Way = tuple[Route, Route]
 """How a collective goes: in one group alone, and while others beside it go so too."""
 
 
-def p2p_seconds(nbytes: float, link: Link, messages: int = 1) -> float:
-    """Seconds to move `nbytes` in one direction as `messages` messages; nothing goes the other way meanwhile."""
-    return messages * link.latency + nbytes / link.bandwidth if messages else 0.0
+def p2p_seconds(nbytes: float, link: Link, messages: int = 1, kind: str = "p2p") -> float:
+    """Seconds to move `nbytes` in one direction as `messages` messages; nothing goes the other way meanwhile.
+
+    `kind`: of the collective that they are part of, if they are.
+    """
+    return messages * link.latency_of(kind) + nbytes / link.bandwidth if messages else 0.0
 
 
-def exchange_seconds(nbytes: float, link: Link, messages: int = 1) -> float:
-    """Seconds in which a rank sends and receives `nbytes` each, in `messages` messages each way."""
-    return p2p_seconds(nbytes if link.full_duplex else 2 * nbytes, link, messages)
+def exchange_seconds(nbytes: float, link: Link, messages: int = 1, kind: str = "exchange") -> float:
+    """Seconds in which a rank sends and receives `nbytes` each, in `messages` messages each way.
+
+    `kind`: as in `p2p_seconds`.
+    """
+    return p2p_seconds(nbytes if link.full_duplex else 2 * nbytes, link, messages, kind)
 
 
 def two_way_seconds(sent: float, received: float, link: Link, messages: int) -> float:
@@ -78,9 +84,7 @@ def route_seconds(route: Route, nbytes: float) -> float:
 
 def _reached_seconds(kind: str, nbytes: float, link: Link, messages: int) -> float:
     """Seconds in which each rank of a collective sends `nbytes`, at the rate that this kind reaches on the link."""
-    if link.latencies:
-        link = replace(link, latency=link.latency_of(kind))
-    return exchange_seconds(nbytes / link.reached(kind, nbytes) if link.efficiency else nbytes, link, messages)
+    return exchange_seconds(nbytes / link.reached(kind, nbytes) if link.efficiency else nbytes, link, messages, kind)
 
 
 def routes(cluster: Cluster, kind: str, group: Group) -> tuple[Route, ...]:

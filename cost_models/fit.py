@@ -61,14 +61,13 @@ def fit_link(transfers: Sequence[Transfer]) -> Link:
     if len(transfers) < 2:
         raise ValueError(f"fit_link: got {len(transfers)} transfers; a latency and a bandwidth need at least two")
     link = min((_fitted(transfers, duplex) for duplex in (True, False)), key=lambda link: error_of(transfers, link))
-    exchanges = [x for x in transfers if x.kind == "exchange"]
+    exchanges = _by_kind(transfers).get("exchange", [])
     return _fitted(exchanges, link.full_duplex) if len(exchanges) > 1 else link
 
 
 def fit_latencies(transfers: Sequence[Transfer], full_duplex: bool) -> tuple[tuple[str, float], ...]:
     """Per kind of these collectives, of which there are at least two each, seconds a message."""
-    by_kind = {kind: [x for x in transfers if x.kind == kind] for kind in dict.fromkeys(x.kind for x in transfers)}
-    return tuple((kind, rounded(_fitted(some, full_duplex).latency)) for kind, some in by_kind.items())
+    return tuple((kind, rounded(_fitted(some, full_duplex).latency)) for kind, some in _by_kind(transfers).items())
 
 
 def fit_efficiency(transfers: Sequence[Transfer], link: Link) -> tuple[tuple[str, Curve], ...]:
@@ -78,10 +77,10 @@ def fit_efficiency(transfers: Sequence[Transfer], link: Link) -> tuple[tuple[str
     than fewer, they count as having taken as long; what was faster than the link has its bandwidth.
     """
     found: list[tuple[str, Curve]] = []
-    for kind in dict.fromkeys(x.kind for x in transfers):
+    for kind, some in _by_kind(transfers).items():
         points: list[tuple[float, float]] = []
         taken = 0.0
-        for x in sorted((x for x in transfers if x.kind == kind), key=lambda x: x.sent):
+        for x in sorted(some, key=lambda x: x.sent):
             messages, nbytes = x.terms(link.full_duplex)
             moving = x.seconds - messages * link.latency_of(kind)
             if moving > x.seconds / 2:
@@ -99,11 +98,15 @@ def error_of(transfers: Sequence[Transfer], link: Link) -> float:
 
 def residuals(transfers: Sequence[Transfer], link: Link) -> dict[str, float]:
     """Median relative error of the predicted times by kind of transfer."""
-    kinds = dict.fromkeys(x.kind for x in transfers)
     return {
-        kind: statistics.median(abs(x.predicted(link) / x.seconds - 1) for x in transfers if x.kind == kind)
-        for kind in kinds
+        kind: statistics.median(abs(x.predicted(link) / x.seconds - 1) for x in some)
+        for kind, some in _by_kind(transfers).items()
     }
+
+
+def _by_kind(transfers: Sequence[Transfer]) -> dict[str, list[Transfer]]:
+    """Transfers of each kind, kinds as they are met."""
+    return {kind: [x for x in transfers if x.kind == kind] for kind in dict.fromkeys(x.kind for x in transfers)}
 
 
 def _fitted(transfers: Sequence[Transfer], full_duplex: bool) -> Link:

@@ -71,8 +71,7 @@ class Overlap:
     def seconds(self, edge: Edge, sources: Sequence[Port], targets: Sequence[Port]) -> Beside:
         """What hides a re-layout of this use, each time."""
         found = Beside(*self._beside(edge, sources, targets), self.hidden)
-        is_gradient = edge.consumer < 0 and edge.port >= 0
-        if edge.value.nbytes > SMALL or not (is_gradient or self._of_parameters(edge)):
+        if edge.value.nbytes > SMALL or not (edge.is_gradient or self._of_parameters(edge)):
             return found
         spare = self._spare(edge)
         from_sources, from_targets = ([max(spare, own) for own in side] for side in (found.sources, found.targets))
@@ -89,7 +88,7 @@ class Overlap:
     ) -> tuple[tuple[float, ...], tuple[float, ...], float]:
         fetches, results = _unhidden(self.graph, self.space.costs.link)
         if edge.consumer < 0:
-            maker = self._maker(edge) if edge.port >= 0 else None
+            maker = self._maker(edge) if edge.is_gradient else None
             share = self._share(maker, results)
             return self._each(maker, edge, sources), (math.inf,) * len(targets), share
         if not self._rests(edge):

@@ -33,6 +33,11 @@ class Edge:
     count: int
     value: ValueInfo
 
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it gives back a parameter's gradient."""
+        return self.consumer < 0 and self.port >= 0
+
 
 @dataclass
 class Quotient:
@@ -51,7 +56,7 @@ class Quotient:
     def gradients(self) -> frozenset[Producer]:
         """Whose values are each the gradient of a parameter, and nothing else."""
         read = [edge.producer for edge in (*self.edges, *self.finals)]
-        return frozenset(edge.producer for edge in self.finals if edge.port >= 0 and read.count(edge.producer) == 1)
+        return frozenset(edge.producer for edge in self.finals if edge.is_gradient and read.count(edge.producer) == 1)
 
 
 @lru_cache(maxsize=4)

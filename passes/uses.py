@@ -158,8 +158,7 @@ class Prices:
 
     def costs(self, edge: Edge) -> Costs:
         """Those of the re-layouts of a use: of parameters and gradients many follow one another."""
-        is_gradient = edge.consumer < 0 and edge.port >= 0
-        in_rows = is_gradient or self._of_parameters(edge.producer)
+        in_rows = edge.is_gradient or self._of_parameters(edge.producer)
         return self.space.costs.in_rows if in_rows else self.space.costs
 
     def table(self, use: Use, costs: Costs, hidden: Beside) -> list[list[int]]:
